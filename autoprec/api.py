@@ -1,0 +1,93 @@
+"""`compile`, `session`, `unwrap`: what a training script calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from autoprec.devices import Device
+from autoprec.errors import InputError
+from autoprec.plans import Plan
+from autoprec.policies import Policy
+from autoprec.serial import load_policy, read_plan
+from autoprec.sessions import Session, session_of
+
+__all__ = ["compile", "session", "unwrap"]
+
+M = TypeVar("M", bound=nn.Module)
+
+EVENTS_FILE = "autoprec_events.jsonl"
+
+
+def compile(
+    model: M,
+    *,
+    policy: str | Path | Policy = "balanced",
+    budget: str | int | None = None,
+    plan: str | Path | Plan | None = None,
+    batches: Iterable[Any] | None = None,
+    loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
+    device: Device | None = None,
+    events: str | Path | None = EVENTS_FILE,
+) -> M:
+    """Schedule the precision of each layer of `model` while it trains. Returns the same object.
+
+    With nothing but the model, the first `calibration.steps` training steps of the caller's own loop are observed in
+    FP32, then the plan takes over at the step boundary. With `batches` and `loss_fn` calibration happens here, without
+    an optimizer step; with `plan` it happened elsewhere.
+
+    Args:
+        model: an FP32 model; parameters stay the same FP32 objects under the same names.
+        policy: a name in policies/, a file, or a `Policy`.
+        budget: peak bytes of one training step: `"6GiB"`, an int, or `"60%"` of the part that precision can change.
+        plan: a plan file or a `Plan`.
+        batches: up to `calibration.steps` batches for `loss_fn`.
+        loss_fn: `loss_fn(model, batch)` returns the scalar to differentiate.
+        device: timings measured before, so that nothing is timed again.
+        events: JSON-lines file that events are appended to; None for no file.
+
+    Raises:
+        InputError: an argument is not valid, or the model is compiled already.
+        InfeasibleError: no plan keeps the budgets (with `batches`; otherwise at the end of calibration).
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"compile() takes an nn.Module, not {type(model).__name__}")
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        raise InputError(
+            f"this {type(model).__name__} is compiled already; autoprec.unwrap(model) (or drop model.compile()) first"
+        )
+    if (batches is None) != (loss_fn is None):
+        raise InputError("batches= and loss_fn= belong together: give both, or neither to calibrate in your own loop")
+    if plan is not None and (batches is not None or budget is not None):
+        raise InputError("plan= is final: it takes neither batches= nor budget= beside it")
+    chosen = plan if isinstance(plan, Plan) or plan is None else read_plan(Path(plan))
+    made = Session(
+        model,
+        load_policy(policy),
+        budget=budget,
+        plan=chosen,
+        device=device,
+        events_path=None if events is None else Path(events),
+    )
+    if batches is not None and loss_fn is not None:
+        try:
+            made.calibrate(batches, loss_fn)
+            made.make_plan()
+        except BaseException:
+            made.close()
+            raise
+    return model
+
+
+def session(model: nn.Module) -> Session:
+    """The session of a compiled model: `.plan`, `.profile`, `.events`, `.steps`. Raises `InputError` if none."""
+    return session_of(model)
+
+
+def unwrap(model: M) -> M:
+    """Undo `compile`: the plain FP32 model, no hooks, no plan. Returns the same object."""
+    session_of(model).close()
+    return model

@@ -1,0 +1,77 @@
+"""Squared norms of the rows that meet in a weight-gradient product.
+
+∇W = gᵀ·x over rows (tokens, output positions). Rounding x by δ changes it by gᵀ·δ, so E‖δ∇W‖² = Σ δ²·‖g_row‖²; rounding
+g likewise with ‖x_row‖². For a convolution the rows are output positions and x takes part in several: its weight is
+the sum of ‖g‖² over the positions whose window covers it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import grad as conv_grad
+
+from autoprec.numerics.histograms import Sample
+
+__all__ = ["RowWeights", "row_weights"]
+
+
+class RowWeights(Protocol):
+    """Row norms for one call of a GEMM with a weight."""
+
+    def for_input(self, g: Tensor, taken: Sample) -> Tensor | None:
+        """Weight of each sampled element of the input, given the output's gradient."""
+
+    def for_gradient(self, taken: Sample) -> Tensor | None:
+        """Weight of each sampled element of the output's gradient."""
+
+
+def row_weights(kind: str, arguments: dict[str, Any], x: Tensor, y_shape: torch.Size) -> RowWeights:
+    """For a linear or a convolution called with `arguments` (named as in torch.nn.functional) on input `x`."""
+    if kind == "linear":
+        return _LinearRows(x, y_shape)
+    return _ConvRows(kind, arguments, x, y_shape)
+
+
+class _LinearRows:
+    def __init__(self, x: Tensor, y_shape: torch.Size) -> None:
+        self._x_length, self._y_length = x.shape[-1], y_shape[-1]
+        self._x_rows = x.reshape(-1, self._x_length).double().square().sum(1)
+
+    def for_input(self, g: Tensor, taken: Sample) -> Tensor:
+        rows = g.reshape(-1, self._y_length).double().square().sum(1)
+        return rows[taken.rows(self._x_length)]
+
+    def for_gradient(self, taken: Sample) -> Tensor:
+        return self._x_rows[taken.rows(self._y_length)]
+
+
+class _ConvRows:
+    def __init__(self, kind: str, arguments: dict[str, Any], x: Tensor, y_shape: torch.Size) -> None:
+        self._dims = int(kind[4])
+        self._groups = int(arguments.get("groups", 1))
+        self._options = {k: arguments[k] for k in ("stride", "padding", "dilation") if k in arguments}
+        kernel = arguments["weight"].shape[2:]
+        self._ones = torch.ones(self._groups, 1, *kernel, dtype=torch.float64, device=x.device)
+        self._x_shape, self._y_shape = x.shape, y_shape
+        convolve = getattr(torch.nn.functional, kind)
+        self._x_rows = convolve(self._per_group(x), self._ones, None, groups=self._groups, **self._options)
+        self._transposed = getattr(conv_grad, f"{kind}_input")
+
+    def _per_group(self, t: Tensor) -> Tensor:
+        """Σ over the channels of each group of t², shape (N, groups, …)."""
+        split = t.double().square().reshape(t.shape[0], self._groups, -1, *t.shape[2:])
+        return split.sum(2)
+
+    def _per_channel(self, t: Tensor, channels: int) -> Tensor:
+        return t.repeat_interleave(channels // self._groups, dim=1)
+
+    def for_input(self, g: Tensor, taken: Sample) -> Tensor:
+        size = (self._x_shape[0], self._groups, *self._x_shape[2:])
+        weights = self._transposed(size, self._ones, self._per_group(g), groups=self._groups, **self._options)
+        return taken.pick(self._per_channel(weights, self._x_shape[1]))
+
+    def for_gradient(self, taken: Sample) -> Tensor:
+        return taken.pick(self._per_channel(self._x_rows, self._y_shape[1]))

@@ -1,0 +1,245 @@
+"""What the first observed step tells about structure: shapes, saved tensors, FLOPs. Gives the `OpGraph`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from autoprec.graphs import Op, OpClass, OpGraph, TensorKind, TensorSpec
+from autoprec.tracing.bindings import Binding, OpNode
+
+__all__ = ["StructureRecorder", "TensorMeta", "TimingCase", "flops_of"]
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Enough of a tensor to make another like it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+class TimingCase(NamedTuple):
+    """One call of an op, tensors replaced by their metadata: what timing needs."""
+
+    op: OpNode
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass
+class _Kept:
+    op: OpNode
+    saves: list[str] = field(default_factory=list)
+    private_bytes: int = 0
+    calls: int = 0
+    timing_key: str = ""
+    flops: int = 0
+
+
+class StructureRecorder:
+    """Mutable record of one training step; `graph()` at its end."""
+
+    def __init__(self) -> None:
+        self._ops: dict[str, _Kept] = {}
+        self._tensors: dict[str, TensorSpec] = {}
+        self._owner_of_storage: dict[int, str] = {}
+        self._parameters: set[int] = set()
+        self._alive: list[Tensor] = []
+        self.cases: dict[str, TimingCase] = {}
+        self.input_bytes = 0
+
+    def placeholder(self, binding: Binding, node: fx.Node, x: Tensor) -> None:
+        """An input, parameter or buffer of a graph."""
+        tensor_id = binding.tensor_id.get(node)
+        if tensor_id is None:
+            return
+        if node in binding.parameters:
+            kind = TensorKind.PARAMETER
+            self._parameters.add(_pointer(x))
+        elif node in binding.buffers:
+            kind = TensorKind.BUFFER
+            self._parameters.add(_pointer(x))
+        else:
+            kind = TensorKind.INPUT
+            if tensor_id not in self._tensors:
+                self.input_bytes += x.numel() * x.element_size()
+        self._tensor(tensor_id, x, kind)
+        self._owner_of_storage[_pointer(x)] = tensor_id
+
+    def _tensor(self, tensor_id: str, x: Tensor, kind: TensorKind, base: str | None = None) -> None:
+        if tensor_id not in self._tensors:
+            self._tensors[tensor_id] = TensorSpec(
+                id=tensor_id,
+                shape=tuple(x.shape),
+                dtype=str(x.dtype).removeprefix("torch."),
+                kind=kind,
+                requires_grad=x.requires_grad,
+                base=base,
+            )
+
+    @contextmanager
+    def saving(self, op: OpNode) -> Iterator[None]:
+        """While `op` runs, note what autograd keeps for its backward."""
+        kept: list[Tensor] = []
+
+        def pack(x: Tensor) -> Tensor:
+            kept.append(x.detach())
+            return x.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            yield
+        self._pending = kept
+
+    def op(self, op: OpNode, arguments: tuple[tuple[Any, ...], dict[str, Any]], result: Any) -> None:
+        """An op that has just run."""
+        args, kwargs = arguments
+        record = self._ops.get(op.id)
+        if record is None:
+            record = self._ops[op.id] = _Kept(op=op)
+            record.timing_key = timing_key(op, args, kwargs)
+            record.flops = flops_of(op.kind, args, kwargs, result)
+            self.cases.setdefault(record.timing_key, TimingCase(op, _metadata(args), _metadata(kwargs)))
+        record.calls += 1
+        values = [v for v in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(v, Tensor)]
+        base = op.inputs[0][1] if op.inputs and (op.op_class is OpClass.VIEW or op.inplace is not None) else None
+        for tensor_id, y in zip(op.outputs, values, strict=False):
+            shares = base is not None and _pointer(y) in self._owner_of_storage
+            self._tensor(tensor_id, y, TensorKind.ACTIVATION, base if shares else None)
+            if not shares:
+                self._owner_of_storage[_pointer(y)] = tensor_id
+        if record.calls == 1:
+            self._saved(record)
+        self._pending = []
+
+    def _saved(self, record: _Kept) -> None:
+        op = record.op
+        own = dict.fromkeys([i for _, i in op.inputs] + list(op.outputs))
+        seen: set[int] = set()
+        for x in self._pending:
+            pointer = _pointer(x)
+            if pointer in seen or pointer in self._parameters or x.numel() == 0:
+                continue
+            seen.add(pointer)
+            self._alive.append(x)  # its address must not be handed out again while we compare addresses
+            owner = self._owner_of_storage.get(pointer)
+            match = next((t for t in own if t == owner or self._shares(t, owner)), None)
+            if match is not None:
+                record.saves.append(match)
+            else:
+                record.private_bytes += x.untyped_storage().nbytes()
+
+    def _shares(self, tensor_id: str, owner: str | None) -> bool:
+        current: str | None = tensor_id
+        while current is not None:
+            if current == owner:
+                return True
+            spec = self._tensors.get(current)
+            current = spec.base if spec is not None else None
+        return False
+
+    def release(self) -> None:
+        """Let go of the tensors that were kept to compare addresses."""
+        self._alive.clear()
+        self._owner_of_storage.clear()
+
+    def graph(
+        self, model: str, parameter_bytes: int, gradient_bytes: int, optimizer_bytes: int, outputs: set[str]
+    ) -> OpGraph:
+        """Everything seen, as a value."""
+        ops = tuple(
+            Op(
+                id=k.op.id,
+                kind=k.op.kind,
+                op_class=k.op.op_class,
+                fqn=k.op.fqn,
+                # Results of ops on integers alone are not recorded.
+                inputs=tuple(i for _, i in k.op.inputs if i in self._tensors),
+                outputs=k.op.outputs,
+                weights=k.op.weights,
+                flops=k.flops,
+                saves=tuple(k.saves),
+                private_saved_bytes=k.private_bytes,
+                pinned=k.op.pinned,
+                timing_key=k.timing_key,
+                calls=k.calls,
+            )
+            for k in self._ops.values()
+        )
+        used = {t for op in ops for t in (*op.inputs, *op.outputs, *op.saves)}
+        tensors = tuple(_marked(t, t.id in outputs) for t in self._tensors.values() if t.id in used)
+        return OpGraph(
+            model=model,
+            ops=ops,
+            tensors=tensors,
+            parameter_bytes=parameter_bytes,
+            gradient_bytes=gradient_bytes,
+            optimizer_bytes=optimizer_bytes,
+            input_bytes=self.input_bytes,
+        )
+
+
+def _marked(t: TensorSpec, is_output: bool) -> TensorSpec:
+    return TensorSpec(
+        id=t.id,
+        shape=t.shape,
+        dtype=t.dtype,
+        kind=t.kind,
+        requires_grad=t.requires_grad,
+        base=t.base,
+        is_output=is_output,
+    )
+
+
+def _pointer(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr() if x.numel() else -id(x)
+
+
+def _metadata(value: Any) -> Any:
+    def meta(v: Any) -> Any:
+        if isinstance(v, Tensor):
+            return TensorMeta(tuple(v.shape), tuple(v.stride()), v.dtype, v.device, v.requires_grad)
+        return v
+
+    return fx.node.map_aggregate(value, meta)
+
+
+def timing_key(op: OpNode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Equal for calls that cost the same: kind, shapes, strides' order, dtypes and plain options."""
+
+    def describe(v: Any) -> str:
+        if isinstance(v, Tensor):
+            dense = "" if v.is_contiguous() else "~"
+            return f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}{dense}{'' if v.requires_grad else '!'}"
+        if isinstance(v, (tuple, list)):
+            return "(" + ",".join(describe(e) for e in v) + ")"
+        return repr(v)
+
+    parts = [describe(a) for a in args] + [f"{k}={describe(v)}" for k, v in sorted(kwargs.items())]
+    return f"{op.kind}({', '.join(parts)})"
+
+
+def flops_of(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Multiplications and additions of the forward pass of the ops that matter; 0 for the rest."""
+    tensors: list[Tensor] = []
+    fx.node.map_aggregate((args, kwargs), lambda a: tensors.append(a) if isinstance(a, Tensor) else None)
+    if kind in ("linear", "matmul", "bmm", "mm") and isinstance(result, Tensor):
+        return 2 * result.numel() * tensors[0].shape[-1]
+    if kind.startswith("conv") and isinstance(result, Tensor):
+        return 2 * result.numel() * math.prod(tensors[1].shape[1:])
+    if kind == "scaled_dot_product_attention":
+        q, k, v = tensors[:3]
+        return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+    if kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        steps = math.prod(tensors[0].shape[:-1])
+        return 2 * steps * sum(t.numel() for t in tensors[1:] if t.dim() == 2)
+    return 0

@@ -1,0 +1,185 @@
+"""Seconds of each distinct op in each format, measured once on the device at hand, with the arithmetic that will run.
+
+GEMMs with a weight are timed role by role; other ops forward and backward together, as their `output` role. Medians of
+a few repeats after a warm-up; equal layers share a timing key and are timed once.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autoprec.calibration.structure import TensorMeta, TimingCase
+from autoprec.devices import CastTiming, Device, OpTiming
+from autoprec.graphs import OpClass, Role
+from autoprec.numerics.dtypes import dtype_of, native_formats
+from autoprec.numerics.gemm import conv, linear, matmul
+from autoprec.numerics.packing import decode_e4m3, encode_e4m3
+from autoprec.numerics.specs import conv_options, gemm_spec
+from autoprec.tracing.kinds import CONVS, out_of_place
+
+__all__ = ["measure_casts", "time_ops"]
+
+#: A timing stops after this many repeats or seconds, whichever comes first, and at least `_MIN_REPEATS`.
+_MAX_REPEATS, _MIN_REPEATS, _BUDGET_SECONDS = 7, 3, 0.02
+
+_FORMATS = ("fp32", "bf16", "fp16")
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    run()
+    wait()
+    taken: list[float] = []
+    while len(taken) < _MIN_REPEATS or (len(taken) < _MAX_REPEATS and sum(taken) < _BUDGET_SECONDS):
+        begin = time.perf_counter()
+        run()
+        wait()
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken)
+
+
+@cache
+def measure_casts(device_type: str) -> Device:
+    """A `Device` with its native formats and measured casts; op timings are added by `time_ops`."""
+    device = torch.device(device_type)
+    casts = []
+    sizes = (1 << 12, 1 << 20)
+    for source in _FORMATS:
+        xs = [torch.randn(n, device=device).to(dtype_of(source)) for n in sizes]
+        packed = [encode_e4m3(x) for x in xs]
+        for target in _FORMATS:
+            if source != target:
+                dtype = dtype_of(target)
+                seconds = [_seconds(lambda x=x, d=dtype: x.to(d), device) for x in xs]  # type: ignore[misc]
+                casts.append(_cast_timing(source, target, sizes, seconds))
+        seconds = [_seconds(lambda x=x: encode_e4m3(x), device) for x in xs]  # type: ignore[misc]
+        casts.append(_cast_timing(source, "fp8_e4m3", sizes, seconds))
+        dtype = dtype_of(source)
+        seconds = [_seconds(lambda p=p, d=dtype: decode_e4m3(p, d), device) for p in packed]  # type: ignore[misc]
+        casts.append(_cast_timing("fp8_e4m3", source, sizes, seconds))
+    name = torch.cuda.get_device_name() if device_type == "cuda" else f"cpu {torch.backends.cpu.get_cpu_capability()}"
+    return Device(name=name, type=device_type, native=native_formats(device_type), casts=tuple(casts))
+
+
+def _cast_timing(source: str, target: str, sizes: Sequence[int], seconds: Sequence[float]) -> CastTiming:
+    per_element = max(seconds[1] - seconds[0], 0.0) / (sizes[1] - sizes[0])
+    per_call = max(seconds[0] - per_element * sizes[0], 0.0)
+    return CastTiming(source=source, target=target, seconds_per_element=per_element, seconds_per_call=per_call)
+
+
+def time_ops(cases: Mapping[str, TimingCase], formats: Iterable[str], device: Device) -> Device:
+    """The device with every case timed in every format that it may take; what it knows already is not timed again."""
+    known = device.seconds_by_key
+    timings: list[OpTiming] = []
+    state = torch.get_rng_state()
+    try:
+        for key, case in cases.items():
+            for fmt in _candidates(case, formats):
+                if (key, Role.OUTPUT.value, fmt) not in known:
+                    timings += _time_case(key, case, fmt, device.type)
+    finally:
+        torch.set_rng_state(state)
+    return device.extended(tuple(timings))
+
+
+def _candidates(case: TimingCase, formats: Iterable[str]) -> tuple[str, ...]:
+    decided = case.op.op_class in (OpClass.GEMM, OpClass.POINTWISE, OpClass.NORM)
+    if not decided or case.op.inplace is not None:
+        return ()  # nothing to decide: its seconds are the same in every plan
+    return ("fp32",) if case.op.pinned else tuple(dict.fromkeys(("fp32", *formats)))
+
+
+def _time_case(key: str, case: TimingCase, fmt: str, device_type: str) -> list[OpTiming]:
+    device = torch.device(device_type)
+
+    def timing(role: Role, seconds: float) -> OpTiming:
+        return OpTiming(timing_key=key, role=role.value, format=fmt, seconds=seconds)
+
+    forward, leaves = _callable(case, fmt, device_type)
+    with torch.no_grad():
+        seconds = _seconds(forward, device)
+    with torch.enable_grad():
+        y = forward()
+    if not (isinstance(y, Tensor) and y.requires_grad):
+        return [timing(Role.OUTPUT, seconds)]
+    g = torch.randn(y.shape, device=y.device).to(y.dtype)
+
+    def backward(wanted: Sequence[Tensor]) -> float:
+        live = [t for t in wanted if t.requires_grad]
+        if not live:
+            return 0.0
+        return _seconds(
+            lambda: torch.autograd.grad(y, live, g, retain_graph=True, allow_unused=True), device
+        )
+
+    if case.op.op_class is OpClass.GEMM and case.op.weights:
+        x, *parameters = leaves
+        return [
+            timing(Role.OUTPUT, seconds),
+            timing(Role.GRAD_INPUT, backward([x])),
+            timing(Role.GRAD_WEIGHT, backward(parameters)),
+        ]
+    return [timing(Role.OUTPUT, seconds + backward(leaves))]
+
+
+def _callable(case: TimingCase, fmt: str, device_type: str) -> tuple[Callable[[], Any], list[Tensor]]:
+    """A function that runs the op in `fmt`, and the tensors whose gradients it gives."""
+    op, node, dtype = case.op, case.op.node, dtype_of(fmt)
+    leaves: list[Tensor] = []
+    weighted = op.op_class is OpClass.GEMM and bool(op.weights)
+    first = True
+
+    def make(v: Any) -> Any:
+        nonlocal first
+        if not isinstance(v, TensorMeta):
+            return v
+        x = _like(v)
+        if x.dtype is torch.float32:
+            keeps_fp32 = (weighted and not first) or (op.op_class is OpClass.NORM and not first)
+            if not keeps_fp32:
+                x = x.to(dtype)
+            first = False
+            x.requires_grad_(v.requires_grad and x.dtype.is_floating_point)
+            leaves.append(x)
+        return x
+
+    args, kwargs = fx.node.map_aggregate(case.args, make), fx.node.map_aggregate(case.kwargs, make)
+    if weighted and fmt != "fp32":
+        names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+        named = dict(zip(names, args, strict=False)) | kwargs
+        spec = gemm_spec({Role.OUTPUT: fmt}, device_type)
+        x, w, b = named["input"], named["weight"], named.get("bias")
+        if op.kind in CONVS:
+            options = conv_options(op.kind, named)
+            return lambda: conv(x, w, b, None, spec, options), leaves
+        return lambda: linear(x, w, b, None, spec), leaves
+    if op.op_class is OpClass.GEMM and op.kind != "scaled_dot_product_attention" and fmt != "fp32":
+        spec = gemm_spec({Role.OUTPUT: fmt}, device_type)
+        return lambda: matmul(leaves[0], leaves[-1], spec), leaves
+    target = node.target
+    if op.functional:
+        target, args, kwargs = out_of_place(op.kind, target, args, kwargs)
+    if isinstance(target, str):
+        return lambda: getattr(args[0], target)(*args[1:], **kwargs), leaves
+    return lambda: target(*args, **kwargs), leaves
+
+
+def _like(meta: TensorMeta) -> Tensor:
+    """Random values of the same shape and strides; zeros for integers and booleans (valid indices)."""
+    if meta.dtype.is_floating_point:
+        # Positive, because variances are among the arguments of norms.
+        values = torch.rand(meta.shape, dtype=meta.dtype, device=meta.device).mul_(0.75).add_(0.25)
+        if 0 in meta.stride:
+            return values
+        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device).copy_(values)
+    return torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)

@@ -1,0 +1,129 @@
+"""One Dynamo backend for the process, and who runs a captured graph.
+
+A captured graph is shared by everything that has the same code. Its parameters are inputs, so the identity of the
+first of them says whose graph is about to run. The function that is compiled is our own, with a code object of its own
+per model: with one shared wrapper the ninth architecture in a process would run eager.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx, nn
+
+from autoprec.errors import InputError
+from autoprec.tracing.templates import Template
+
+__all__ = ["Owner", "adopt", "install", "owner_of", "release", "uninstall"]
+
+
+class Owner(Protocol):
+    """What a captured graph is handed to: the session that owns its parameters."""
+
+    def enter(self) -> None:
+        """The model is called."""
+
+    def run(self, template: Template, arguments: Sequence[Any]) -> Any:
+        """Run the template with these arguments."""
+
+    def run_unowned(self, template: Template, arguments: Sequence[Any]) -> Any:
+        """Run a template without parameters inside a call of this owner's model."""
+
+
+class _Entry:
+    """A parameter and its owner, both weak, so that neither is kept alive."""
+
+    __slots__ = ("owner", "parameter")
+
+    def __init__(self, parameter: nn.Parameter, owner: Owner) -> None:
+        self.parameter = weakref.ref(parameter)
+        self.owner = weakref.ref(owner)
+
+
+_entries: dict[int, _Entry] = {}
+_running = threading.local()
+_numbers = itertools.count()
+
+
+def owner_of(parameter: nn.Parameter) -> Owner | None:
+    """The owner of a parameter, None if it was never adopted or its owner is gone."""
+    entry = _entries.get(id(parameter))
+    if entry is None or entry.parameter() is not parameter:
+        return None
+    return entry.owner()
+
+
+def adopt(parameters: Sequence[nn.Parameter], owner: Owner) -> None:
+    """Make `owner` the one that runs graphs with these parameters. Raises `InputError` if another has them."""
+    for p in parameters:
+        other = owner_of(p)
+        if other is not None and other is not owner:
+            raise InputError(
+                f"a parameter of shape {tuple(p.shape)} already belongs to another model compiled by autoprec;"
+                " autoprec.unwrap(that model) first, or compile only the outermost model"
+            )
+    for p in parameters:
+        _entries[id(p)] = _Entry(p, owner)
+        weakref.finalize(p, _entries.pop, id(p), None)
+
+
+def release(parameters: Sequence[nn.Parameter]) -> None:
+    """Undo `adopt`."""
+    for p in parameters:
+        _entries.pop(id(p), None)
+
+
+def _backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    template = Template.capture(module, example_inputs)
+
+    def run(*arguments: Any) -> Any:
+        for position in template.parameter_positions:
+            owner = owner_of(arguments[position])
+            if owner is not None:
+                return owner.run(template, arguments)
+        current: Owner | None = getattr(_running, "owner", None)
+        if current is not None:
+            return current.run_unowned(template, arguments)
+        return module.forward(*arguments)
+
+    return run
+
+
+def install(model: nn.Module, owner: Owner) -> None:
+    """Make calls of `model` go through Dynamo and our backend; the model stays the same object.
+
+    `nn.Module.compile()` captures nothing for `nn.Sequential` and every class defined in torch.nn: Dynamo skips their
+    frames. A function of ours around `_call_impl` is captured.
+    """
+
+    def call_model(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    # A code object of its own: Dynamo's recompile limit counts per code object.
+    call_model.__code__ = call_model.__code__.replace(co_name=f"autoprec_call_{next(_numbers)}")
+    compiled = torch.compile(call_model, backend=_backend)
+    weak_owner = weakref.ref(owner)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = getattr(_running, "owner", None)
+        _running.owner = weak_owner()
+        if _running.owner is not None:
+            _running.owner.enter()
+        try:
+            # Without it a module that holds an LSTM or GRU is not captured at all.
+            with torch._dynamo.config.patch(allow_rnn=True):
+                return compiled(*args, **kwargs)
+        finally:
+            _running.owner = before
+
+    model._compiled_call_impl = call
+
+
+def uninstall(model: nn.Module) -> None:
+    """Undo `install`."""
+    model._compiled_call_impl = None

@@ -1,0 +1,151 @@
+"""No bad update: what it takes to see a non-finite gradient in time and to make a step without effect.
+
+The verdict is formed where gradients leave the graph, in post-accumulate hooks, so that clipping cannot launder an
+inf. A vetoed step finds every gradient set to None, which torch's optimizers answer by changing nothing; the gradients
+come back afterwards. Optimizers that may call a closure more than once are snapshotted as well.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["BufferSnapshot", "GradientWatch", "OptimizerSnapshot", "PutAside", "calls_closure_once"]
+
+
+class GradientWatch:
+    """Watches the gradients of a model's parameters. Mutable; owned by the session.
+
+    Attributes:
+        fresh: FQNs of the parameters that received a gradient since the last `clear`.
+        bad: FQNs of those among them that were non-finite (known at once on a CPU; after `verdict` elsewhere).
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.fresh: set[str] = set()
+        self.bad: set[str] = set()
+        self._flags: dict[str, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        for fqn, p in parameters.items():
+            if p.is_leaf and p.requires_grad:
+                self._handles.append(p.register_post_accumulate_grad_hook(self._hook(fqn)))
+
+    def _hook(self, fqn: str) -> Any:
+        def look(p: Tensor) -> None:
+            self.fresh.add(fqn)
+            g = p.grad
+            if g is None:
+                return
+            values = g.coalesce().values() if g.is_sparse else g
+            if values.device.type == "cpu":
+                # A finite sum proves finite elements at one read; a non-finite one may be an overflow of the sum.
+                if not math.isfinite(float(values.sum())) and not bool(values.isfinite().all()):
+                    self.bad.add(fqn)
+            else:
+                flag = ~values.isfinite().all()
+                before = self._flags.get(fqn)
+                self._flags[fqn] = flag if before is None else before | flag
+
+        return look
+
+    def verdict(self) -> bool:
+        """True if every gradient since `clear` was finite. Waits for the device once."""
+        if self._flags:
+            names = list(self._flags)
+            values = torch.stack([self._flags[n] for n in names]).tolist()
+            self.bad.update(n for n, bad in zip(names, values, strict=True) if bad)
+            self._flags.clear()
+        return not self.bad
+
+    def clear(self) -> None:
+        """A new step begins."""
+        self.fresh.clear()
+        self.bad.clear()
+        self._flags.clear()
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class PutAside:
+    """The gradients of an optimizer, set to None until `restore`."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._grads: list[tuple[Tensor, Tensor]] = []
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._grads.append((p, p.grad))
+                    p.grad = None
+
+    def restore(self) -> None:
+        """Put them back, where nobody has written a new one."""
+        for p, g in self._grads:
+            if p.grad is None:
+                p.grad = g
+        self._grads.clear()
+
+
+class OptimizerSnapshot:
+    """Copies of an optimizer's parameters and state."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._parameters = [(p, p.detach().clone()) for g in optimizer.param_groups for p in g["params"]]
+        self._state = {p: copy.deepcopy(s) for p, s in optimizer.state.items()}
+
+    def restore(self, optimizer: Optimizer) -> None:
+        """Bitwise as it was."""
+        with torch.no_grad():
+            for p, saved in self._parameters:
+                p.copy_(saved)
+        optimizer.state.clear()
+        optimizer.state.update(self._state)
+
+
+class BufferSnapshot:
+    """Copies of the buffers that steps change, taken at the first forward of a step.
+
+    Every buffer is copied at the first step; later only those whose version counter was ever seen to move.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._versions: dict[str, int] | None = None
+        self._changing: set[str] = set()
+        self._copies: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def take(self) -> None:
+        """Copy what may change in the step that begins."""
+        buffers = dict(self._model.named_buffers())
+        if self._versions is None:
+            wanted = set(buffers)
+        else:
+            self._changing |= {n for n, b in buffers.items() if self._versions.get(n) != b._version}
+            wanted = self._changing & set(buffers)
+        self._versions = {n: b._version for n, b in buffers.items()}
+        self._copies = {n: (buffers[n], buffers[n].detach().clone()) for n in wanted}
+
+    def restore(self) -> None:
+        """Bitwise as at `take`; the buffers stay the same objects."""
+        with torch.no_grad():
+            for buffer, saved in self._copies.values():
+                buffer.copy_(saved)
+
+    def values(self) -> dict[int, Tensor]:
+        """id(buffer) → its value at `take`."""
+        return {id(buffer): saved for buffer, saved in self._copies.values()}
+
+
+def calls_closure_once(optimizer: Optimizer) -> bool:
+    """True for torch's own optimizers other than LBFGS: they call a closure once, before they touch anything."""
+    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)

@@ -1,0 +1,87 @@
+"""Measured bytes and seconds of a training step, the same function for every contestant."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Seconds", "peak_bytes", "saved_bytes", "step_seconds"]
+
+
+def saved_bytes(forward: Callable[[], Tensor], exclude: Iterable[Tensor]) -> int:
+    """Bytes that autograd holds between forward and backward: distinct storages, without those of `exclude`.
+
+    `forward` runs the model and returns a tensor with a graph; `exclude` are parameters, buffers and inputs. Casts of
+    weights count. Seen through torch's saved-tensor hooks.
+    """
+    kept: dict[int, int] = {}
+    holding: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        holding.append(x.detach())
+        return x.detach()
+
+    skip = {t.untyped_storage().data_ptr() for t in exclude}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        result = forward()
+    del result
+    return sum(n for pointer, n in kept.items() if pointer not in skip)
+
+
+def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
+    """Largest number of bytes that `step` holds above what was allocated when it began, at the allocator.
+
+    On a CPU from the profiler's memory events, on CUDA from the caching allocator.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    current = highest = 0
+    # The timeline of allocations is only reachable through the event tree.
+    stack = list(profile.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    events = []
+    while stack:
+        event = stack.pop()
+        stack.extend(event.children)
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            events.append((event.start_time_ns, event.extra_fields.alloc_size))
+    for _, size in sorted(events, key=lambda e: e[0]):
+        current += size
+        highest = max(highest, current)
+    return highest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """Median and spread of repeated timings."""
+
+    median: float
+    lowest: float
+    highest: float
+
+
+def step_seconds(step: Callable[[], object], *, warmup: int, repeats: int) -> Seconds:
+    """Wall-clock seconds of one step."""
+    for _ in range(warmup):
+        step()
+    taken = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        step()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - begin)
+    return Seconds(median=statistics.median(taken), lowest=min(taken), highest=max(taken))

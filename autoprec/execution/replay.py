@@ -1,0 +1,171 @@
+"""Replaying a recorded call in the shadow: `.grad`, buffers and random state stay bitwise as they were.
+
+The arguments of a call are kept by reference, with the random state at its start and the gradients that entered its
+outputs. Used to find the first op whose result, or whose gradient, is not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autoprec.tracing.bindings import Binding, OpNode
+
+__all__ = ["CallRecord", "Offence", "first_offence", "record_call"]
+
+#: Kinds whose job is to write non-finite values.
+_MASKING = {"masked_fill", "where", "full", "full_like", "new_full", "tril", "triu", "fill", "setitem", "log"}
+
+
+@dataclass(eq=False)
+class CallRecord:
+    """One training call of a graph."""
+
+    binding: Binding
+    arguments: Sequence[Any]
+    rng: Tensor
+    cuda_rng: Tensor | None
+    output_gradients: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offence:
+    """The first op whose result (`where="forward"`) or whose gradient (`"backward"`) was not finite.
+
+    `inputs_finite` tells whether what it was given still was; `amax` is the largest finite magnitude among its inputs.
+    """
+
+    op: str
+    where: str
+    nonfinite: int
+    elements: int
+    inputs_finite: bool
+    amax: float
+
+
+def record_call(binding: Binding, arguments: Sequence[Any]) -> CallRecord:
+    """Before the call runs."""
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    return CallRecord(binding=binding, arguments=arguments, rng=torch.get_rng_state(), cuda_rng=cuda)
+
+
+@contextmanager
+def _shadow(record: CallRecord) -> Iterator[None]:
+    """The random state at the start of the call, for as long as the replay runs."""
+    rng = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state() if record.cuda_rng is not None else None
+    torch.set_rng_state(record.rng)
+    if record.cuda_rng is not None:
+        torch.cuda.set_rng_state(record.cuda_rng)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(rng)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+
+def _shadow_arguments(record: CallRecord, buffers: Mapping[int, Tensor]) -> tuple[Any, ...]:
+    """Leaves of the replay's own (no hooks, no `.grad`), buffers as they were at the start of the step."""
+
+    def shadow(x: Any) -> Any:
+        if isinstance(x, nn.Parameter) or (isinstance(x, Tensor) and x.requires_grad):
+            return x.detach().requires_grad_(x.requires_grad)
+        if isinstance(x, Tensor):
+            return buffers[id(x)].clone() if id(x) in buffers else x.detach().clone()
+        return x
+
+    return tuple(shadow(a) for a in record.arguments)
+
+
+class _Looking(fx.Interpreter):
+    """Notes the first op with a non-finite result, and in the backward pass the first with a non-finite gradient."""
+
+    def __init__(
+        self, module: fx.GraphModule, binding: Binding, origin: Mapping[fx.Node, fx.Node] | None = None
+    ) -> None:
+        super().__init__(module)
+        self.op_of, self.origin = binding.op_of, origin
+        self.forward_offence: Offence | None = None
+        self.backward_offence: Offence | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        captured = n if self.origin is None else self.origin.get(n, n)
+        op = self.op_of.get(captured)
+        result = super().run_node(n)
+        if op is not None:
+            self._look(n, op, result)
+        return result
+
+    def _look(self, n: fx.Node, op: OpNode, result: Any) -> None:
+        values = [v for v in (result if isinstance(result, (tuple, list)) else (result,)) if _is_float(v)]
+        for y in values:
+            if self.forward_offence is None and op.kind not in _MASKING and not bool(y.isfinite().all()):
+                args, kwargs = self.fetch_args_kwargs_from_env(n)
+                self.forward_offence = _offence(op, "forward", y, _floats((args, kwargs)))
+            if y.requires_grad and not y.is_leaf:
+                self._watch_gradient(n, op, y)
+
+    def _watch_gradient(self, n: fx.Node, op: OpNode, y: Tensor) -> None:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        for x in _floats((args, kwargs)):
+            if x.requires_grad:
+                x.register_hook(lambda g: self._look_back(op, g))
+
+    def _look_back(self, op: OpNode, g: Tensor) -> None:
+        # The readers of a value are heard in the order of its hooks; the first of them in the program is named.
+        if self.backward_offence is None and not bool(g.isfinite().all()):
+            self.backward_offence = _offence(op, "backward", g, [])
+
+
+def _is_float(v: Any) -> bool:
+    return isinstance(v, Tensor) and v.is_floating_point()
+
+
+def _floats(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    fx.node.map_aggregate(tree, lambda v: found.append(v) if _is_float(v) else None)
+    return found
+
+
+def _offence(op: OpNode, where: str, y: Tensor, inputs: Sequence[Tensor]) -> Offence:
+    finite = [x.detach().float()[x.detach().isfinite()] for x in inputs]
+    return Offence(
+        op=op.id,
+        where=where,
+        nonfinite=int((~y.detach().isfinite()).sum()),
+        elements=y.numel(),
+        inputs_finite=all(bool(x.isfinite().all()) for x in inputs),
+        amax=max((float(x.abs().max()) for x in finite if x.numel()), default=0.0),
+    )
+
+
+def first_offence(
+    record: CallRecord,
+    module: fx.GraphModule,
+    buffers: Mapping[int, Tensor],
+    origin: Mapping[fx.Node, fx.Node] | None = None,
+) -> Offence | None:
+    """Replay a call through `module` (the captured graph or its rewritten form) and name the first offender.
+
+    The forward pass is looked at first; the backward pass only if the forward pass stayed finite.
+    """
+    looking = _Looking(module, record.binding, origin)
+    arguments = _shadow_arguments(record, buffers)
+    with _shadow(record), torch.enable_grad():
+        outputs = looking.run(*arguments)
+        if looking.forward_offence is not None:
+            return looking.forward_offence
+        outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+        pairs = [(outputs[i], g) for i, g in record.output_gradients.items() if outputs[i].requires_grad]
+        leaves = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
+        if pairs and leaves:
+            torch.autograd.grad(
+                [y for y, _ in pairs], leaves, [g.to(y.dtype) for y, g in pairs], allow_unused=True
+            )
+    return looking.backward_offence

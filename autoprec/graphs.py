@@ -1,0 +1,196 @@
+"""The model's operations as plain data: `OpGraph`, `Op`, `TensorSpec`.
+
+Ids. An op is `fqn:kind#k`, where `fqn` is the module that owns the call, `kind` the operation, and `k` its place
+among the call sites of that kind in that module. A tensor is `op_id` (its first output) or `op_id.k` (output k);
+a parameter or buffer is `param:fqn` / `buffer:fqn`; a graph input is `input:name`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from autoprec.errors import InputError
+
+__all__ = ["Op", "OpClass", "OpGraph", "Role", "TensorKind", "TensorSpec"]
+
+
+class Role(StrEnum):
+    """The unit of decision is (op, role). Only GEMM-like ops have the two gradient roles on their own."""
+
+    OUTPUT = "output"
+    GRAD_INPUT = "grad_input"
+    GRAD_WEIGHT = "grad_weight"
+
+
+class TensorKind(StrEnum):
+    """Where a tensor comes from."""
+
+    INPUT = "input"
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    ACTIVATION = "activation"
+
+
+class OpClass(StrEnum):
+    """How the rewriter may treat an op.
+
+    GEMM: own formats per role, may keep its input in a narrow storage. POINTWISE and NORM: one format for what goes
+    in and comes out (norms compute their statistics in FP32 inside). VIEW: carries the format of its input.
+    WIDE: always in the dtype that the user wrote. UNKNOWN: not in the table; treated as WIDE and reported.
+    """
+
+    GEMM = "gemm"
+    POINTWISE = "pointwise"
+    NORM = "norm"
+    VIEW = "view"
+    WIDE = "wide"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """One tensor value of the graph.
+
+    Attributes:
+        id: see the module docstring.
+        shape: sizes at calibration time.
+        dtype: name of the torch dtype as captured ("float32", "int64", ...).
+        kind: where it comes from.
+        requires_grad: whether a gradient arrives at it in the backward pass.
+        base: id of the tensor whose memory it shares (a view, or an in-place result), or None.
+        is_output: whether the graph returns it.
+    """
+
+    id: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: TensorKind
+    requires_grad: bool
+    base: str | None = None
+    is_output: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def is_float32(self) -> bool:
+        """Only float32 tensors are ever given another format."""
+        return self.dtype == "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One operation.
+
+    Attributes:
+        id: `fqn:kind#k`.
+        kind: "linear", "conv2d", "gelu", ...
+        op_class: how the rewriter may treat it.
+        fqn: the owning module.
+        inputs: ids of the tensors that it reads, in argument order.
+        outputs: ids of the tensors that it makes.
+        weights: FQNs of the parameters that it reads.
+        flops: floating-point operations of the forward pass.
+        saves: ids of the tensors (inputs or outputs) that autograd keeps for its backward, as measured.
+        private_saved_bytes: bytes that it keeps besides `saves` and parameters (statistics, indices), as measured.
+        pinned: True if the user's own casts promise FP32 here.
+        timing_key: equal for ops that cost the same (kind, shapes, options); seconds are looked up under it.
+        calls: how often it runs in one step.
+    """
+
+    id: str
+    kind: str
+    op_class: OpClass
+    fqn: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    weights: tuple[str, ...] = ()
+    flops: int = 0
+    saves: tuple[str, ...] = ()
+    private_saved_bytes: int = 0
+    pinned: bool = False
+    timing_key: str = ""
+    calls: int = 1
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles that are decided for this op (none for views, wide and unknown ops)."""
+        if self.op_class is OpClass.GEMM:
+            return (Role.OUTPUT, Role.GRAD_INPUT, Role.GRAD_WEIGHT) if self.weights else (Role.OUTPUT,)
+        if self.op_class in (OpClass.POINTWISE, OpClass.NORM):
+            return (Role.OUTPUT,)
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpGraph:
+    """All captured ops of one training step in execution order, and the tensors between them.
+
+    Attributes:
+        model: class name of the model, for people.
+        ops: in execution order.
+        tensors: every tensor that an op reads or makes, each id once.
+        parameter_bytes, gradient_bytes, optimizer_bytes, input_bytes: what a step holds whatever the plan.
+    """
+
+    model: str
+    ops: tuple[Op, ...]
+    tensors: tuple[TensorSpec, ...]
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    input_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        ids = [op.id for op in self.ops]
+        if len(set(ids)) != len(ids):
+            twice = sorted({i for i in ids if ids.count(i) > 1})
+            raise InputError(f"op ids must be unique; twice: {', '.join(twice[:5])}")
+        known = {t.id for t in self.tensors}
+        if len(known) != len(self.tensors):
+            raise InputError("tensor ids must be unique")
+        for op in self.ops:
+            for t in (*op.inputs, *op.outputs, *op.saves):
+                if t not in known:
+                    raise InputError(f"op {op.id}: tensor {t!r} is not among the graph's tensors")
+
+    @cached_property
+    def op_by_id(self) -> dict[str, Op]:
+        """Ops by id."""
+        return {op.id: op for op in self.ops}
+
+    @cached_property
+    def tensor_by_id(self) -> dict[str, TensorSpec]:
+        """Tensors by id."""
+        return {t.id: t for t in self.tensors}
+
+    @cached_property
+    def producer(self) -> dict[str, str]:
+        """Tensor id → id of the op that makes it."""
+        return {t: op.id for op in self.ops for t in op.outputs}
+
+    @cached_property
+    def readers(self) -> dict[str, tuple[str, ...]]:
+        """Tensor id → ids of the ops that read it, in execution order."""
+        found: dict[str, list[str]] = {}
+        for op in self.ops:
+            for t in dict.fromkeys(op.inputs):
+                found.setdefault(t, []).append(op.id)
+        return {t: tuple(ops) for t, ops in found.items()}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Structure only (ids, kinds, edges, parameter shapes): equal across batch sizes and processes."""
+        digest = hashlib.sha256()
+        for op in self.ops:
+            digest.update(repr((op.id, op.kind, op.inputs, op.outputs)).encode())
+        for t in self.tensors:
+            if t.kind is TensorKind.PARAMETER:
+                digest.update(repr((t.id, t.shape)).encode())
+        return digest.hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""Judging a window of observed steps against the plan that ran."""

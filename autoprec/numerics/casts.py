@@ -1,0 +1,67 @@
+"""Casts: plain, saturating, and across the border of an FP16 region.
+
+A narrowing cast rounds to nearest even and lets magnitudes beyond the format become inf, as torch does, unless it is
+marked saturating (masks and constants that leave the format by design).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["cast", "enter_region", "leave_region", "saturating_cast"]
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in `dtype`; its gradient comes back in `x.dtype`."""
+    return x.to(dtype)
+
+
+def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in `dtype`; finite magnitudes beyond its largest value become that value, ±inf stays ±inf."""
+    limit = torch.finfo(dtype).max
+    return torch.where(x.isinf(), x, x.clamp(-limit, limit)).to(dtype)
+
+
+class _EnterRegion(torch.autograd.Function):
+    """FP32/BF16 → FP16; the gradient that leaves the region is divided by the scale in FP32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, scale_log2: int) -> Tensor:
+        ctx.source, ctx.scale_log2 = x.dtype, scale_log2
+        return x.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0].float().mul(2.0**-ctx.scale_log2).to(ctx.source), None, None
+
+
+class _LeaveRegion(torch.autograd.Function):
+    """FP16 → FP32/BF16; the gradient that enters the region is multiplied by the scale in FP32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, scale_log2: int) -> Tensor:
+        ctx.source, ctx.scale_log2 = x.dtype, scale_log2
+        return x.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0].float().mul(2.0**ctx.scale_log2).to(ctx.source), None, None
+
+
+def enter_region(x: Tensor, dtype: torch.dtype, scale_log2: int) -> Tensor:
+    """Cast into an FP16 region whose gradients carry the factor 2**scale_log2."""
+    result = _EnterRegion.apply(x, dtype, scale_log2)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def leave_region(x: Tensor, dtype: torch.dtype, scale_log2: int) -> Tensor:
+    """Cast out of an FP16 region whose gradients carry the factor 2**scale_log2."""
+    result = _LeaveRegion.apply(x, dtype, scale_log2)
+    assert isinstance(result, Tensor)
+    return result
+
+

@@ -1,0 +1,48 @@
+"""Between format names and torch dtypes, and what this device computes natively."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from autoprec.errors import UnsupportedError
+
+__all__ = ["dtype_of", "native_formats"]
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def dtype_of(format_name: str) -> torch.dtype:
+    """The torch dtype of a format."""
+    return _DTYPES[format_name]
+
+
+@cache
+def native_formats(device_type: str) -> tuple[str, ...]:
+    """Formats whose GEMMs the device computes itself; in the others we upcast and accumulate in FP32.
+
+    A CPU without BF16 (FP16) instructions takes 6 to 60 times FP32's time in torch's own BF16 (FP16) GEMMs, so there
+    the operands are upcast exactly to FP32, multiplied, and the result rounded once.
+    """
+    if device_type == "cpu":
+        # Private, because torch has no public question for it; both return a bool on every CPU build.
+        mkldnn = torch.ops.mkldnn
+        names = ["fp32"]
+        if mkldnn._is_mkldnn_bf16_supported():
+            names.append("bf16")
+        if mkldnn._is_mkldnn_fp16_supported():
+            names.append("fp16")
+        return tuple(names)
+    if device_type == "cuda":
+        names = ["fp32", "fp16"]
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            names.append("bf16")
+        return tuple(names)
+    raise UnsupportedError(f"device type {device_type!r} is not supported; supported: cpu, cuda")

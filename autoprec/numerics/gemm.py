@@ -1,0 +1,237 @@
+"""Linears, convolutions and matrix products with a format for each role, and a storage for the input they keep.
+
+`output` runs in the format of the input that is handed in; `grad_input` and `grad_weight` cast what they read. Where
+the device has no GEMM in a format, operands rounded to it are upcast to FP32 (exact), multiplied, and the result is
+rounded once. Parameters come in as FP32 masters: they are cast inside and cast again in the backward pass, so no
+weight copy is kept. Gradients of parameters are returned in FP32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autoprec.numerics.packing import Packed, decode_e4m3, encode_e4m3, pack_bits, unpack_bits
+
+__all__ = ["ConvOptions", "GemmSpec", "conv", "keep", "linear", "matmul", "relu_keeping_bits"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmSpec:
+    """The arithmetic of one op: dtypes by role, which of them the device computes itself, and the FP16 region's scale
+    (gradients that arrive carry the factor 2**scale_log2)."""
+
+    output: torch.dtype
+    grad_input: torch.dtype
+    grad_weight: torch.dtype
+    native: tuple[torch.dtype, ...]
+    scale_log2: int = 0
+
+    def operand(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """`x` rounded to `dtype`, in the dtype in which the product is computed."""
+        x = x.to(dtype)
+        return x if dtype in self.native else x.float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvOptions:
+    """Options of a convolution, each a tuple with one entry per spatial dimension."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+def keep(x: Tensor) -> Packed | None:
+    """The E4M3 copy of `x` that its readers share; None where no backward will come."""
+    return encode_e4m3(x) if torch.is_grad_enabled() else None
+
+
+def _saved_input(ctx: Any, dtype: torch.dtype) -> Tensor:
+    first, second = ctx.saved_tensors[:2]
+    return decode_e4m3(Packed(first, second), dtype) if ctx.packed else first
+
+
+def _save(ctx: Any, x: Tensor, weight: Tensor, payload: Tensor | None, inverse_scale: Tensor | None) -> None:
+    ctx.packed = payload is not None
+    if payload is None:
+        ctx.save_for_backward(x, None, weight)
+    else:
+        ctx.save_for_backward(payload, inverse_scale, weight)
+
+
+def _unscaled(ctx: Any, grad: Tensor, like: torch.dtype) -> Tensor:
+    spec: GemmSpec = ctx.spec
+    grad = grad.float()
+    return (grad.mul_(2.0**-spec.scale_log2) if spec.scale_log2 else grad).to(like)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        payload: Tensor | None,
+        inverse_scale: Tensor | None,
+        spec: GemmSpec,
+    ) -> Tensor:
+        ctx.spec, ctx.x_dtype, ctx.has_bias = spec, x.dtype, bias is not None
+        _save(ctx, x, weight, payload, inverse_scale)
+        b = None if bias is None else spec.operand(bias, spec.output)
+        return F.linear(spec.operand(x, spec.output), spec.operand(weight, spec.output), b).to(spec.output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        spec: GemmSpec = ctx.spec
+        weight = ctx.saved_tensors[2]
+        grad_x = grad_w = grad_b = None
+        flat = grad.reshape(-1, grad.shape[-1])
+        if ctx.needs_input_grad[0]:
+            product = spec.operand(flat, spec.grad_input) @ spec.operand(weight, spec.grad_input)
+            grad_x = product.to(ctx.x_dtype).view(*grad.shape[:-1], weight.shape[1])
+        if ctx.needs_input_grad[1]:
+            x = spec.operand(_saved_input(ctx, spec.grad_weight), spec.grad_weight).reshape(-1, weight.shape[1])
+            grad_w = _unscaled(ctx, spec.operand(flat, spec.grad_weight).t() @ x, weight.dtype)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            grad_b = _unscaled(ctx, flat.sum(0, dtype=torch.float32), weight.dtype)
+        return grad_x, grad_w, grad_b, None, None, None
+
+
+class _Conv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        payload: Tensor | None,
+        inverse_scale: Tensor | None,
+        spec: GemmSpec,
+        options: ConvOptions,
+    ) -> Tensor:
+        ctx.spec, ctx.x_dtype, ctx.has_bias, ctx.options = spec, x.dtype, bias is not None, options
+        _save(ctx, x, weight, payload, inverse_scale)
+        b = None if bias is None else spec.operand(bias, spec.output)
+        o = options
+        return torch.convolution(
+            spec.operand(x, spec.output),
+            spec.operand(weight, spec.output),
+            b,
+            o.stride,
+            o.padding,
+            o.dilation,
+            False,
+            (0,) * len(o.stride),
+            o.groups,
+        ).to(spec.output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        spec: GemmSpec = ctx.spec
+        weight = ctx.saved_tensors[2]
+        grad_x = grad_w = grad_b = None
+        x = spec.operand(_saved_input(ctx, spec.grad_weight), spec.grad_weight)
+        if ctx.needs_input_grad[0]:
+            w = spec.operand(weight, spec.grad_input)
+            # The input's values do not enter its own gradient, only its shape does.
+            grad_x = _conv_backward(ctx.options, spec.operand(grad, spec.grad_input), x.to(w.dtype), w, 0)
+            grad_x = grad_x.to(ctx.x_dtype)
+        if ctx.needs_input_grad[1]:
+            w = spec.operand(weight, spec.grad_weight)
+            g = spec.operand(grad, spec.grad_weight)
+            grad_w = _unscaled(ctx, _conv_backward(ctx.options, g, x, w, 1), weight.dtype)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            dims = [0, *range(2, grad.dim())]
+            grad_b = _unscaled(ctx, grad.sum(dims, dtype=torch.float32), weight.dtype)
+        return grad_x, grad_w, grad_b, None, None, None, None
+
+
+def _conv_backward(o: ConvOptions, grad: Tensor, x: Tensor, weight: Tensor, which: int) -> Tensor:
+    mask = [which == 0, which == 1, False]
+    result = torch.ops.aten.convolution_backward(
+        grad, x, weight, None, o.stride, o.padding, o.dilation, False, (0,) * len(o.stride), o.groups, mask
+    )[which]
+    assert isinstance(result, Tensor)
+    return result
+
+
+class _Matmul(torch.autograd.Function):
+    """a @ b of two activations, each at least 2-D, leading dimensions broadcast; only the narrow operands are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, spec: GemmSpec) -> Tensor:
+        ctx.spec = spec
+        ctx.save_for_backward(a, b)
+        return (spec.operand(a, spec.output) @ spec.operand(b, spec.output)).to(spec.output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        spec: GemmSpec = ctx.spec
+        a, b = ctx.saved_tensors
+        g = spec.operand(grad, spec.output)
+        grad_a = grad_b = None
+        if ctx.needs_input_grad[0]:
+            grad_a = (g @ spec.operand(b, spec.output).mT).sum_to_size(a.shape).to(a.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_b = (spec.operand(a, spec.output).mT @ g).sum_to_size(b.shape).to(b.dtype)
+        return grad_a, grad_b, None
+
+
+class _ReluBits(torch.autograd.Function):
+    """relu whose backward needs one bit per element instead of its output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = torch.relu(x)
+        # grad·(y > 0) is torch's own formula; NaN compares false there as here.
+        ctx.shape = y.shape
+        ctx.save_for_backward(pack_bits((y > 0).contiguous()))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (bits,) = ctx.saved_tensors
+        return torch.where(unpack_bits(bits, ctx.shape), grad, grad.new_zeros(()))
+
+
+def _apply(function: Callable[..., Any], *args: Any) -> Tensor:
+    result = function(*args)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed | None, spec: GemmSpec) -> Tensor:
+    """x·Wᵀ + b; x (…, K) in `spec.output`'s dtype, weight (N, K) and bias (N,) masters; returns (…, N)."""
+    payload, inverse_scale = packed if packed is not None else (None, None)
+    return _apply(_Linear.apply, x, weight, bias, payload, inverse_scale, spec)
+
+
+def conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed | None, spec: GemmSpec, options: ConvOptions
+) -> Tensor:
+    """Convolution (1-D to 3-D) of a batched input, as torch.convolution defines it."""
+    payload, inverse_scale = packed if packed is not None else (None, None)
+    return _apply(_Conv.apply, x, weight, bias, payload, inverse_scale, spec, options)
+
+
+def matmul(a: Tensor, b: Tensor, spec: GemmSpec) -> Tensor:
+    """a @ b for operands of at least two dimensions, in `spec.output`."""
+    return _apply(_Matmul.apply, a, b, spec)
+
+
+def relu_keeping_bits(x: Tensor) -> Tensor:
+    """relu(x), bitwise the same forward and backward, keeping one bit per element."""
+    return _apply(_ReluBits.apply, x)

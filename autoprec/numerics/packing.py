@@ -1,0 +1,64 @@
+"""Narrow storages of saved tensors: scaled E4M3, and one bit per element for ReLU.
+
+E4M3 is kept as bytes with a power-of-two scale 2^a, the largest with amax·2^a ≤ 448 (current scaling). Decoding moves
+the bits into place: `s eeee mmm` becomes the BF16 pattern `s 0000eeee mmm0000`, which is 2^-120 times the value,
+subnormals included. Exact for all finite patterns; NaN travels in the scale.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Packed", "decode_e4m3", "encode_e4m3", "pack_bits", "unpack_bits"]
+
+_E4M3_MAX = 448.0
+_BITS = -0x7810  # 0x87F0 as int16: sign, then eeeemmm four places up
+
+
+class Packed(NamedTuple):
+    """A tensor kept in E4M3: bytes of the tensor's shape, and the inverse scale 2^-a (0-dim, float32)."""
+
+    payload: Tensor
+    inverse_scale: Tensor
+
+
+def encode_e4m3(x: Tensor) -> Packed:
+    """Pack `x` (float32, bfloat16 or float16). A tensor with inf or NaN in it decodes to NaN everywhere."""
+    with torch.no_grad():
+        amax = torch.linalg.vector_norm(x.detach(), float("inf"), dtype=torch.float32)
+        _, exponent = torch.frexp(_E4M3_MAX / amax)
+        one = torch.ones((), dtype=torch.float32, device=x.device)
+        scale = torch.where(amax > 0, torch.ldexp(one, (exponent - 1).clamp(-126, 126)), one)
+        payload = (x.detach() * scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+        return Packed(payload, torch.where(amax.isfinite(), 1.0 / scale, torch.full_like(one, float("nan"))))
+
+
+def decode_e4m3(packed: Packed, dtype: torch.dtype) -> Tensor:
+    """The packed tensor in `dtype`; exact in BF16, FP16 (in its range) and FP32."""
+    bits = packed.payload.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(_BITS)
+    value = bits.view(torch.bfloat16)
+    # Two factors, because 2^120·2^-a can leave float32.
+    return value.mul_(2.0**120).to(dtype).mul_(packed.inverse_scale)
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """A boolean tensor as bytes, eight elements each, big end first; shape (ceil(n/8),)."""
+    flat = mask.reshape(-1)
+    if flat.device.type == "cpu":
+        return torch.from_numpy(np.packbits(flat.numpy()))
+    padded = torch.nn.functional.pad(flat.to(torch.uint8), (0, -flat.numel() % 8)).view(-1, 8)
+    weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=flat.device)
+    return (padded * weights).sum(1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, shape: torch.Size) -> Tensor:
+    """The boolean tensor of `shape` that `pack_bits` was given."""
+    count = shape.numel()
+    if packed.device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(packed.numpy(), count=count)).view(torch.bool).view(shape)
+    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
+    return ((packed[:, None] >> shifts) & 1).reshape(-1)[:count].to(torch.bool).view(shape)

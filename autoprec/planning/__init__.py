@@ -1,0 +1,1 @@
+"""Pure functions from (graph, profile, device, policy) to a plan."""

@@ -1,0 +1,80 @@
+"""How relative gradient variance propagates: `GradientNode`s in forward order, and which variance a tensor has."""
+
+from __future__ import annotations
+
+from autoprec.graphs import Op, OpGraph, Role, TensorKind
+from autoprec.planning.options import decides
+from autoprec.planning.pricing import NARROW, Prices
+from autoprec.planning.roots import Roots
+from autoprec.planning.values import GradientNode
+
+__all__ = ["gradient_nodes", "variance_numbers"]
+
+
+def variance_numbers(graph: OpGraph, roots: Roots) -> dict[str, int]:
+    """Tensor id → number of its relative gradient variance; views share their input's, in-place results do not."""
+    owner: dict[str, str] = {}
+    for op in graph.ops:
+        for t in op.outputs:
+            owner[t] = t
+            if roots.is_view(op) and t not in roots.copied_from:
+                same = [u for u in op.inputs if roots.root_of[u] == roots.root_of[t]]
+                if same:
+                    owner[t] = owner.get(same[0], roots.root_of[t])
+    names = [owner.get(t.id, roots.root_of[t.id]) for t in graph.tensors]
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    return {t.id: numbers[name] for t, name in zip(graph.tensors, names, strict=True)}
+
+
+def gradient_nodes(
+    graph: OpGraph, roots: Roots, prices: Prices, unit_of: dict[tuple[str, Role], int], numbers: dict[str, int]
+) -> tuple[GradientNode, ...]:
+    """One node per op that passes gradients on (views that share memory pass them on as they are)."""
+    specs = graph.tensor_by_id
+    passing: list[tuple[int, Op, list[str], list[str]]] = []
+    for moment, op in enumerate(graph.ops):
+        if roots.is_view(op) and not any(t in roots.copied_from for t in op.outputs):
+            continue
+        outputs = [t for t in op.outputs if specs[t].requires_grad and specs[t].is_float32]
+        inputs = [
+            t
+            for t in dict.fromkeys(op.inputs)
+            if specs[t].requires_grad and specs[t].is_float32 and specs[t].kind is not TensorKind.PARAMETER
+        ]
+        if outputs and (inputs or op.weights):
+            passing.append((moment, op, inputs, outputs))
+    readers: dict[int, list[tuple[int, float]]] = {}
+    for moment, op, inputs, outputs in passing:
+        energy = prices.gradient_energy(op, outputs)
+        for number in dict.fromkeys(numbers[t] for t in inputs):
+            readers.setdefault(number, []).append((moment, energy))
+    share = {number: _shares(found) for number, found in readers.items()}
+    nodes = []
+    for moment, op, inputs, outputs in passing:
+        units: tuple[int, ...] = ()
+        local: tuple[tuple[str, float], ...] = ()
+        if decides(op, graph):
+            roles = [r for r in (Role.OUTPUT, Role.GRAD_INPUT) if r in op.roles]
+            units = tuple(unit_of[op.id, r] for r in roles)
+            local = tuple((f.name, prices.relative_variance(op, f)) for f in NARROW)
+        energies = [(numbers[t], prices.gradient_energy(op, [t])) for t in outputs]
+        nodes.append(
+            GradientNode(
+                moment=moment,
+                outputs=tuple(sorted(_shares(energies).items())),
+                inputs=tuple((k, share[k][moment]) for k in dict.fromkeys(numbers[t] for t in inputs)),
+                units=units,
+                local=local,
+            )
+        )
+    return tuple(nodes)
+
+
+def _shares(energies: list[tuple[int, float]]) -> dict[int, float]:
+    """Shares in proportion to energy; equal ones where an energy is not known."""
+    total = sum(e for _, e in energies)
+    known = total > 0.0 and all(e > 0.0 for _, e in energies)
+    shares: dict[int, float] = {}
+    for key, energy in energies:
+        shares[key] = shares.get(key, 0.0) + (energy / total if known else 1.0 / len(energies))
+    return shares

@@ -1,0 +1,351 @@
+"""The integer program of a `Problem`: variables, rows, objective. Solves nothing, evaluates nothing.
+
+Binaries: y[unit, format] and s[tensor] (kept in E4M3). All other variables are continuous, bounded below by rows and
+made small by the objective and by the rows that limit them, so they are exact wherever the binaries are integral:
+
+    c[t, f→g] ≥ …         one cast per (root, target); q likewise for what a GEMM's backward casts, d for decoding
+    r[t, f] ≥ y           rounding events of the loss
+    a[o, f], b[o, f]      rounding of a GEMM's input and of the gradient that arrives; l[o, f] in passing gradients on
+    v[k]                  relative gradient variance
+    k[t, f] ≥ y − s       copies kept for backward
+    live[t, f, τ] ≥ …     only for moments that are asked for (`Program.limit_moment`)
+
+Everything is relative (seconds to the FP32 total, noise to its limit, bytes to the budget) and the objective is
+multiplied by 10⁴, so that the solver's absolute tolerances (10⁻⁶) are harmless.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.sparse import csr_array
+
+from autoprec.planning.evaluator import SECONDARY, TERTIARY
+from autoprec.planning.liveness import Demand, demands
+from autoprec.planning.values import Choice, Gemm, Problem, bytes_of
+
+__all__ = ["OBJECTIVE_SCALE", "Linear", "Program"]
+
+OBJECTIVE_SCALE = 1e4
+
+#: A coefficient beyond this many limits forbids its option as surely as the true one, and is kinder to the solver.
+_CAP = 2.0
+
+_PACKED = "fp8_e4m3"
+
+
+class Linear:
+    """Σ coefficient·variable + constant."""
+
+    def __init__(self, constant: float = 0.0) -> None:
+        self.terms: dict[int, float] = {}
+        self.constant = constant
+
+    def add(self, other: Linear | int, factor: float = 1.0) -> Linear:
+        """Add a variable (by number) or another expression, times `factor`."""
+        if isinstance(other, int):
+            self.terms[other] = self.terms.get(other, 0.0) + factor
+        else:
+            for k, v in other.terms.items():
+                self.terms[k] = self.terms.get(k, 0.0) + factor * v
+            self.constant += factor * other.constant
+        return self
+
+
+class Program:
+    """The program as growing lists; `arrays` gives what a solver reads."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.cost: list[float] = []
+        self.upper: list[float] = []
+        self.integer: list[int] = []
+        self.rows: list[dict[int, float]] = []
+        self.floors: list[float] = []
+        self._live: dict[tuple[frozenset[tuple[int, str]], frozenset[tuple[int, str, int]]], int] = {}
+        self.workspace: list[tuple[int, Linear, int]] = []
+        primary, secondary = OBJECTIVE_SCALE, OBJECTIVE_SCALE * SECONDARY
+        time, space = (primary, secondary) if problem.objective == "time" else (secondary, primary)
+        self._second, self._byte = time / problem.seconds_scale, space / problem.bytes_scale
+        self._noise = OBJECTIVE_SCALE * TERTIARY
+        self.offset = self._second * problem.constant_seconds + self._byte * sum(b for _, b in problem.private)
+        self.y = [[self.variable(self._second * s, binary=True) for s in u.seconds] for u in problem.units]
+        self.s = {t: self.variable(0.0, binary=True) for t in problem.packable}
+        self.v = [self.variable(0.0, upper=np.inf) for _ in range(problem.variances)]
+        self._v_scale = min((r.limit / r.reference for r in problem.rows), default=1.0)
+        for unit in self.y:
+            self.row({k: 1.0 for k in unit}, 1.0)
+            self.row({k: -1.0 for k in unit}, -1.0)
+        self._ties()
+        self._tensors()
+        for gemm in problem.gemms:
+            self._gemm_casts(gemm)
+        self._loss_row()
+        self._variances()
+        self._weight_rows()
+
+    # Building blocks
+
+    def variable(self, cost: float, *, upper: float = 1.0, binary: bool = False) -> int:
+        """A new variable ≥ 0; its number."""
+        self.cost.append(cost)
+        self.upper.append(upper)
+        self.integer.append(int(binary))
+        return len(self.cost) - 1
+
+    def row(self, terms: dict[int, float], floor: float) -> None:
+        """Σ terms ≥ floor."""
+        self.rows.append(terms)
+        self.floors.append(floor)
+
+    def at_least(self, variable: int, expression: Linear) -> None:
+        """variable ≥ expression (nothing to say if it is a constant ≤ 0)."""
+        if expression.terms or expression.constant > 0.0:
+            negative = Linear().add(expression, -1.0).add(variable)
+            self.row(negative.terms, expression.constant)
+
+    def at_most(self, expression: Linear, limit: float) -> None:
+        """expression ≤ limit."""
+        if expression.terms or expression.constant > limit:
+            self.row({k: -v for k, v in expression.terms.items()}, expression.constant - limit)
+
+    def is_in(self, unit: int | None, format_name: str) -> Linear:
+        """1 if the unit has the format: a variable, or a constant."""
+        if unit is None:
+            return Linear(float(format_name == "fp32"))
+        options = self.problem.units[unit].options
+        if format_name not in options:
+            return Linear(0.0)
+        return Linear().add(self.y[unit][options.index(format_name)])
+
+    def formats(self, unit: int | None) -> tuple[str, ...]:
+        """Formats that a unit may have."""
+        return ("fp32",) if unit is None else self.problem.units[unit].options
+
+    def any_of(self, cases: list[Linear], cost: float = 0.0) -> Linear:
+        """The largest of expressions that are at most 1 (and of 0): one of them, or a new variable."""
+        distinct = list({(tuple(c.terms.items()), c.constant): c for c in cases}.values())
+        distinct = [c for c in distinct if c.constant + sum(v for v in c.terms.values() if v > 0.0) > 0.0]
+        sure = [c for c in distinct if not c.terms]
+        if not distinct or sure:
+            return self._charged(sure[0] if sure else Linear(), cost)
+        if len(distinct) == 1 and len(distinct[0].terms) == 1:
+            return self._charged(distinct[0], cost)
+        new = self.variable(cost)
+        for c in distinct:
+            self.at_least(new, c)
+        return Linear().add(new)
+
+    def _charged(self, expression: Linear, cost: float) -> Linear:
+        for k, factor in expression.terms.items():
+            self.cost[k] += cost * factor
+        self.offset += cost * expression.constant
+        return expression
+
+    # Parts
+
+    def _ties(self) -> None:
+        for a, b in self.problem.ties:
+            for f in self.problem.units[a].options:
+                same = Linear().add(self.is_in(a, f)).add(self.is_in(b, f), -1.0)
+                self.at_most(same, 0.0)
+
+    def _casts_to(
+        self,
+        source: int | None,
+        targets: list[int | None],
+        numel: int,
+        *,
+        back: bool,
+        moment: int | None = None,
+        spared: int | None = None,
+    ) -> None:
+        """Casts shared by all targets that read the same format: Σ_f c[f→g] ≥ y[target, g] − y[source, g]."""
+        p = self.problem
+        others = [t for t in dict.fromkeys(targets) if t != source]
+        for g in dict.fromkeys(f for t in others for f in self.formats(t)):
+            made = []
+            for f in self.formats(source):
+                if f == g:
+                    continue
+                seconds = p.cast_seconds(f, g, numel) + (p.cast_seconds(g, f, numel) if back else 0.0)
+                c = self.variable(self._second * seconds)
+                self.at_most(Linear().add(c).add(self.is_in(source, f), -1.0), 0.0)
+                made.append(c)
+            if not made:
+                continue
+            total = Linear()
+            for c in made:
+                total.add(c)
+            for t in others:
+                need = Linear().add(self.is_in(t, g)).add(self.is_in(source, g), -1.0)
+                if spared is not None:
+                    need.add(spared, -1.0)
+                self.at_most(need.add(total, -1.0), 0.0)
+            if moment is not None:
+                self.workspace.append((moment, total, numel * bytes_of(g)))
+
+    def _tensors(self) -> None:
+        p = self.problem
+        for i, t in enumerate(p.tensors):
+            self._casts_to(t.born, [use.unit for use in t.readers], t.numel, back=t.casts_back)
+            spared = self.s.get(i)
+            for f in dict.fromkeys(f for use in t.savers for f in self.formats(use.unit)):
+                kept = [self.is_in(use.unit, f) for use in t.savers]
+                if spared is not None:
+                    kept = [Linear().add(e).add(spared, -1.0) for e in kept]
+                self.any_of(kept, self._byte * t.bytes_in(f))
+            if spared is None:
+                continue
+            self.cost[spared] += self._byte * (t.packed_bytes + len(t.masks) * t.mask_bytes)
+            first = min((p.gemms[k] for k in t.gemms), key=lambda gemm: gemm.moment)
+            for f in self.formats(first.output):
+                both = Linear(-1.0).add(spared).add(self.is_in(first.output, f))
+                self.any_of([both], self._second * p.cast_seconds(f, _PACKED, t.numel))
+
+    def _gemm_casts(self, gemm: Gemm) -> None:
+        p = self.problem
+        moment = p.backward(gemm.moment)
+        roles = ((gemm.grad_input, gemm.has_grad_input), (gemm.grad_weight, gemm.has_grad_weight))
+        wanted: list[int | None] = [unit for unit, needed in roles if needed]
+        self._casts_to(gemm.output, wanted, gemm.out_numel, back=False, moment=moment)
+        if gemm.has_grad_input:
+            self._result_casts(gemm, moment)
+        if not gemm.has_grad_weight:
+            return
+        packed = self._packs(gemm)
+        self._casts_to(gemm.output, [gemm.grad_weight], gemm.x_numel, back=False, moment=moment, spared=packed)
+        if packed is not None:
+            for g in self.formats(gemm.grad_weight):
+                both = Linear(-1.0).add(packed).add(self.is_in(gemm.grad_weight, g))
+                decoded = self.any_of([both], self._second * p.cast_seconds(_PACKED, g, gemm.x_numel))
+                self.workspace.append((moment, decoded, gemm.x_numel * bytes_of(g)))
+
+    def _result_casts(self, gemm: Gemm, moment: int) -> None:
+        """The input's gradient, made in the grad_input format, goes back in the format in which the input was read."""
+        for h in self.formats(gemm.grad_input):
+            others = [f for f in self.formats(gemm.output) if f != h]
+            for f in others:
+                both = Linear(-1.0).add(self.is_in(gemm.grad_input, h)).add(self.is_in(gemm.output, f))
+                cast = self.any_of([both], self._second * self.problem.cast_seconds(h, f, gemm.x_numel))
+                self.workspace.append((moment, cast, gemm.x_numel * bytes_of(h)))
+
+    def _packs(self, gemm: Gemm) -> int | None:
+        tensor = self.problem.tensors[gemm.x]
+        saves = any(self.problem.gemms[k] is gemm for k in tensor.gemms)
+        return self.s[gemm.x] if saves else None
+
+    def _loss_row(self) -> None:
+        p = self.problem
+        limit = p.loss_limit
+        total = Linear()
+        for t in p.tensors:
+            for f, energy in t.loss_noise:
+                born = self.is_in(t.born, f)
+                cases = [self.is_in(use.unit, f) for use in t.readers]
+                if t.inherits:
+                    cases = [Linear().add(c).add(born, -1.0) for c in cases]
+                else:
+                    cases.append(born)
+                scaled = min(energy / limit, _CAP) if limit else 0.0
+                event = self.any_of(cases, self._noise * energy / p.loss_scale)
+                total.add(event, scaled)
+        if limit is not None:
+            self.at_most(total, 1.0)
+
+    def _variances(self) -> None:
+        """v[k] ≥ Σ share·(what arrives at the reader + its own rounding), in units of the smallest noise²."""
+        total = [Linear() for _ in self.v]
+        for node in self.problem.nodes:
+            passed = Linear()
+            for k, share in node.outputs:
+                passed.add(self.v[k], share)
+            for f, relative in node.local:
+                if relative > 0.0:
+                    passed.add(self.any_of([self.is_in(u, f) for u in node.units]), relative / self._v_scale)
+            for k, share in node.inputs:
+                total[k].add(passed, share)
+        for variable, expression in zip(self.v, total, strict=True):
+            self.at_least(variable, expression)
+
+    def _weight_rows(self) -> None:
+        p = self.problem
+        for row in p.rows:
+            total = Linear()
+            for k in row.gemms:
+                gemm = p.gemms[k]
+                total.add(self.v[gemm.variance], gemm.upstream * self._v_scale / row.limit)
+                for f, energy in gemm.gradient_noise:
+                    event = self.any_of([self.is_in(u, f) for u in (gemm.output, gemm.grad_weight)])
+                    total.add(event, min(energy / row.limit, _CAP))
+                packed = self._packs(gemm)
+                for f, energy in gemm.x_noise:
+                    cases = [self.is_in(u, f) for u in (gemm.output, gemm.grad_weight, p.tensors[gemm.x].born)]
+                    if packed is not None:
+                        cases = [Linear().add(c).add(packed, -1.0) for c in cases]
+                    total.add(self.any_of(cases), min(energy / row.limit, _CAP))
+                if packed is not None:
+                    total.add(packed, min(gemm.packed_noise / row.limit, _CAP))
+            self.at_most(total, 1.0)
+            self._charged(total, self._noise / len(p.rows))
+
+    # Bytes
+
+    def bytes_at(self, moment: int) -> Linear:
+        """Bytes held at a moment, without the fixed ones."""
+        p = self.problem
+        total = Linear(float(sum(b for m, b in p.private if m <= moment <= p.backward(m))))
+        for unit, options in zip(p.units, self.y, strict=True):
+            if unit.moment == moment:
+                for k, size in zip(options, unit.workspace, strict=True):
+                    total.add(k, float(size))
+        for at, expression, size in self.workspace:
+            if at == moment:
+                total.add(expression, float(size))
+        for demand in demands(p, moment):
+            total.add(self._demanded(demand), float(demand.size))
+        return total
+
+    def _demanded(self, demand: Demand) -> Linear:
+        """1 if the copy that a demand speaks of is held: a live variable per distinct set of reasons."""
+        spared = self.s.get(demand.tensor)
+        if demand.packed:
+            assert spared is not None
+            return Linear().add(spared)
+        cases = [self.is_in(u, demand.format) for u in demand.always]
+        for u in demand.unless_packed:
+            case = self.is_in(u, demand.format)
+            cases.append(case if spared is None else Linear().add(case).add(spared, -1.0))
+        key = (
+            frozenset((-1 if u is None else u, demand.format) for u in demand.always),
+            frozenset((-1 if u is None else u, demand.format, -1 if spared is None else spared)
+                      for u in demand.unless_packed),
+        )  # fmt: skip
+        if key in self._live:
+            return Linear().add(self._live[key])
+        found = self.any_of(cases)
+        if len(found.terms) == 1 and found.constant == 0.0:
+            ((variable, factor),) = found.terms.items()
+            if factor == 1.0:
+                self._live[key] = variable
+        return found
+
+    # In and out
+
+    def forbid(self, choice: Choice) -> None:
+        """Any choice but this one."""
+        terms = {self.y[u][k]: -1.0 for u, k in enumerate(choice.options)}
+        terms |= {k: (-1.0 if t in choice.packed else 1.0) for t, k in self.s.items()}
+        ones = len(choice.options) + len(choice.packed)
+        self.row(terms, 1.0 - ones)
+
+    def choice(self, x: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Choice:
+        """The choice that a solver's answer stands for."""
+        options = tuple(int(np.argmax(x[unit])) for unit in self.y)
+        return Choice(options=options, packed=frozenset(t for t, k in self.s.items() if x[k] > 0.5))
+
+    def matrix(self) -> csr_array:
+        """Rows as a sparse matrix."""
+        starts = np.cumsum([0, *(len(r) for r in self.rows)])
+        columns = np.fromiter((k for r in self.rows for k in r), np.int64, int(starts[-1]))
+        values = np.fromiter((v for r in self.rows for v in r.values()), np.float64, int(starts[-1]))
+        return csr_array((values, columns, starts), shape=(len(self.rows), len(self.cost)))

@@ -1,0 +1,188 @@
+"""Which formats each unit may have, and why not the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autoprec.errors import InfeasibleError
+from autoprec.formats import FORMATS, Format, format_named
+from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind
+from autoprec.planning.pricing import Prices
+from autoprec.planning.roots import Roots
+from autoprec.policies import Policy
+from autoprec.profiles import RangeHistogram, bin_lower_edges
+
+__all__ = ["Options", "decides", "in_place_pairs", "reads_narrow", "saturates_by_design", "unit_options"]
+
+_ORDER = {f.name: i for i, f in enumerate(FORMATS)}
+
+
+@dataclass(kw_only=True)
+class Options:
+    """The options of one unit while they are being found."""
+
+    op: Op
+    role: Role
+    formats: list[str]
+    dropped: dict[str, str] = field(default_factory=dict)
+    rule: str = ""
+    needed: bool = True
+
+    def drop(self, format_name: str, reason: str) -> None:
+        """Take a format away; the first reason is kept."""
+        if format_name in self.formats:
+            self.formats.remove(format_name)
+            self.dropped[format_name] = reason
+        if self.formats:
+            return
+        reasons = "; ".join(f"{f}: {why}" for f, why in self.dropped.items())
+        who = f"rule ({self.rule})" if self.rule else "the policy's formats"
+        raise InfeasibleError(
+            f"op {self.op.id}, role {self.role}: {who} leaves no format that it can run in ({reasons})."
+            " Relax the rule for this op, or allow fp32 there."
+        )
+
+    def keep(self, formats: list[str], reason: str) -> None:
+        """Take away every format that is not in `formats`."""
+        for name in [f for f in self.formats if f not in formats]:
+            self.drop(name, reason)
+
+
+def decides(op: Op, graph: OpGraph) -> bool:
+    """Whether the op has units: its class has roles, and a float32 tensor is concerned."""
+    return bool(op.roles) and any(graph.tensor_by_id[t].is_float32 for t in (*op.inputs, *op.outputs))
+
+
+def reads_narrow(op: Op, tensor: str, graph: OpGraph) -> bool:
+    """Whether an op with units reads this input in its own format (norms keep parameters and buffers in FP32)."""
+    spec = graph.tensor_by_id[tensor]
+    fixed = op.op_class is OpClass.NORM and spec.kind in (TensorKind.PARAMETER, TensorKind.BUFFER)
+    return spec.is_float32 and not fixed
+
+
+def saturates_by_design(histogram: RangeHistogram, fmt: Format) -> bool:
+    """Whether what leaves the format is a mask's or constant's huge value: far from all ordinary ones.
+
+    True if elements beyond the format's maximum exist and the four octaves below it are empty.
+    """
+    if histogram.amax <= fmt.max_value:
+        return False
+    edges = bin_lower_edges(histogram.bins)
+    near = (edges >= fmt.max_value / 16) & (bin_lower_edges(histogram.bins + 1) <= fmt.max_value)
+    return not bool((histogram.moments[near, 0] > 0.0).any())
+
+
+def unit_options(
+    graph: OpGraph, roots: Roots, prices: Prices, policy: Policy, banned: frozenset[tuple[str, str]]
+) -> list[Options]:
+    """Options of every unit in forward order, roles of an op together, before ties between ops."""
+    found: list[Options] = []
+    for op in graph.ops:
+        if decides(op, graph):
+            found.extend(_options_of(op, graph, prices, policy, banned))
+    _tie_in_place(graph, roots, found)
+    return found
+
+
+def _options_of(
+    op: Op, graph: OpGraph, prices: Prices, policy: Policy, banned: frozenset[tuple[str, str]]
+) -> list[Options]:
+    rule = policy.rule_for(op)
+    rule_text = f"{rule}" + (f": {rule.why}" if rule.why else "") if rule is not None else ""
+    candidates = sorted(dict.fromkeys(policy.formats), key=_ORDER.__getitem__)
+    unjudged = prices.unjudged(op)
+    found = []
+    for role in op.roles:
+        options = Options(op=op, role=role, formats=list(candidates), rule=rule_text)
+        if op.pinned:
+            options.formats = ["fp32"]
+            options.dropped = dict.fromkeys((f for f in candidates if f != "fp32"), "the model itself casts to fp32")
+        if rule is not None:
+            for name in list(options.formats):
+                if not rule.allows(name):
+                    options.drop(name, f"rule ({rule_text})")
+        for name in list(options.formats):
+            if (op.id, name) in banned:
+                options.drop(name, "it was unstable there while training")
+        _drop_overflows(options, graph, prices)
+        if unjudged:
+            options.keep(["fp32", "bf16"], unjudged)
+        options.needed = _needed(op, role, graph)
+        if not options.needed:
+            # Nothing is computed: one option is enough, and it costs nothing.
+            spare = "fp32" if "fp32" in options.formats else options.formats[0]
+            options.formats = [spare]
+        found.append(options)
+    return found
+
+
+def _needed(op: Op, role: Role, graph: OpGraph) -> bool:
+    if role is Role.GRAD_INPUT:
+        return graph.tensor_by_id[op.inputs[0]].requires_grad
+    if role is Role.GRAD_WEIGHT:
+        spec = graph.tensor_by_id.get(f"param:{op.weights[0]}")
+        return spec is None or spec.requires_grad
+    return True
+
+
+def _drop_overflows(options: Options, graph: OpGraph, prices: Prices) -> None:
+    op = options.op
+    for name in list(options.formats):
+        fmt = format_named(name)
+        if name == "fp32":
+            continue
+        for t in dict.fromkeys((*op.inputs, *op.outputs)):
+            spec = graph.tensor_by_id[t]
+            made = t in op.outputs
+            if not spec.is_float32 or (not made and not reads_narrow(op, t, graph)):
+                continue
+            histogram = prices.values(t)
+            if histogram is None or histogram.amax <= fmt.max_value:
+                continue
+            is_data = op.op_class is OpClass.GEMM and bool(op.weights)
+            if not made and not spec.requires_grad and not is_data and saturates_by_design(histogram, fmt):
+                continue
+            options.drop(name, f"{name} overflows: amax {histogram.amax:.3g} of {t} > {fmt.max_value:.6g}")
+            break
+        reason = prices.gradient_overflow(op, options.role, fmt)
+        if reason:
+            options.drop(name, reason)
+
+
+def _tie_in_place(graph: OpGraph, roots: Roots, found: list[Options]) -> None:
+    """In-place ops run in the format that the tensor which they change was born in: intersect their options."""
+    by_op = {o.op.id: o for o in found if o.role is Role.OUTPUT}
+    pairs = in_place_pairs(graph, roots)
+    while any([_tie(by_op, op, owner) for op, owner in pairs]):
+        pass
+
+
+def _tie(by_op: dict[str, Options], op: Op, owner: str | None) -> bool:
+    """Make the options of two ops equal; whether anything changed."""
+    mine, theirs = by_op.get(op.id), by_op.get(owner) if owner else None
+    a = mine.formats if mine else ["fp32"]
+    b = theirs.formats if theirs else ["fp32"]
+    if a == b:
+        return False
+    both = [f for f in a if f in b]
+    if mine:
+        mine.keep(both, f"it changes in place what {owner or 'no decided op'} makes without that format")
+    if theirs:
+        theirs.keep(both, f"{op.id} changes its result in place without that format")
+    return True
+
+
+def in_place_pairs(graph: OpGraph, roots: Roots) -> list[tuple[Op, str | None]]:
+    """(op, op that gives birth to the tensor which it changes; None for inputs, parameters and buffers)."""
+    pairs: list[tuple[Op, str | None]] = []
+    for op in graph.ops:
+        if roots.is_view(op):
+            continue
+        for t in op.outputs:
+            root = roots.root_of[t]
+            if root == t or not graph.tensor_by_id[t].is_float32:
+                continue
+            while root in roots.copied_from:
+                root = roots.copied_from[root]
+            pairs.append((op, graph.producer.get(root)))
+    return pairs

@@ -1,0 +1,153 @@
+"""Noise read off a profile: per-step energies of every rounding that a plan can choose."""
+
+from __future__ import annotations
+
+import math
+
+from autoprec.formats import BF16, FP8_E4M3, FP16, Format
+from autoprec.graphs import Op, OpClass, OpGraph, Role
+from autoprec.planning.noise import current_scale_log2, error_energy
+from autoprec.planning.roots import Roots
+from autoprec.policies import Policy
+from autoprec.profiles import Profile, RangeHistogram, TensorProfile
+
+__all__ = ["NARROW", "Prices", "fp16_gradient_scale_log2"]
+
+#: Compute formats that round.
+NARROW: tuple[Format, ...] = (BF16, FP16)
+
+#: FP16 gradients are scaled so that amax stays this many octaves below the largest value.
+_MARGIN_LOG2 = 3
+
+
+def fp16_gradient_scale_log2(amax: float) -> int:
+    """Largest s with amax·2^s ≤ 65504/8; 0 if there is nothing to scale; within ±126."""
+    if amax <= 0.0 or not math.isfinite(amax):
+        return 0
+    _, exponent = math.frexp(FP16.max_value / 2**_MARGIN_LOG2 / amax)
+    return max(-126, min(126, exponent - 1))
+
+
+class Prices:
+    """A profile seen through a graph: energies per step, by tensor and op. Missing histograms are None."""
+
+    def __init__(self, graph: OpGraph, roots: Roots, profile: Profile, policy: Policy) -> None:
+        self._graph = graph
+        self._roots = roots
+        self._profile = profile
+        self._policy = policy
+        self._scales = policy.loss_scaling.mode != "none"
+        self._members: dict[str, list[str]] = {}
+        for t in graph.tensors:
+            self._members.setdefault(roots.root_of[t.id], []).append(t.id)
+
+    def _profiles(self, tensor: str) -> list[TensorProfile]:
+        """Its own profile, then its root's, then those of other views of it."""
+        root = self._roots.root_of[tensor]
+        ids = dict.fromkeys((tensor, root, *self._members[root]))
+        return [self._profile.tensor_by_id[t] for t in ids if t in self._profile.tensor_by_id]
+
+    def values(self, tensor: str) -> RangeHistogram | None:
+        """Histogram of its values."""
+        return next((p.values for p in self._profiles(tensor)), None)
+
+    def gradients(self, tensor: str) -> RangeHistogram | None:
+        """Histogram of its gradient."""
+        return next((p.gradients for p in self._profiles(tensor) if p.gradients is not None), None)
+
+    def versions(self, root: str) -> list[str]:
+        """The root and its in-place results: each holds other values."""
+        graph = self._graph
+        made = [t for t in self._members[root] if t in graph.producer and t != root]
+        return [root, *(t for t in made if graph.op_by_id[graph.producer[t]].op_class is not OpClass.VIEW)]
+
+    def loss_noise(self, root: str, fmt: Format) -> float:
+        """E(δL)² per step of rounding every version of a root tensor; 0.0 where it was not observed."""
+        total = 0.0
+        for t in self.versions(root):
+            histogram = next((p.loss for p in self._profiles(t) if p.loss is not None), None)
+            if histogram is not None:
+                energy = error_energy(histogram, fmt)
+                # Infinite only for masks that leave the format by design; others never get this option.
+                total += energy if math.isfinite(energy) else 0.0
+        return total / self._profile.steps
+
+    def _scale(self, fmt: Format, histogram: RangeHistogram) -> int:
+        return fp16_gradient_scale_log2(histogram.amax) if fmt is FP16 and self._scales else 0
+
+    def gradient_overflow(self, op: Op, role: Role, fmt: Format) -> str:
+        """Why the gradients that arrive cannot be in this format, or ""."""
+        if role is Role.OUTPUT and Role.GRAD_INPUT in op.roles:
+            return ""
+        for t in op.outputs:
+            histogram = self.gradients(t)
+            if histogram is None:
+                continue
+            if math.isinf(error_energy(histogram, fmt, self._scale(fmt, histogram))):
+                return f"{fmt.name} overflows: gradient amax {histogram.amax:.3g} of {t} > {fmt.max_value:.6g}"
+        return ""
+
+    def relative_variance(self, op: Op, fmt: Format) -> float:
+        """Relative variance of rounding the gradient that arrives at an op's outputs.
+
+        Without a histogram: 2^(−2m)/12, the largest that in-range rounding can be.
+        """
+        error = energy = 0.0
+        for t in op.outputs:
+            histogram = self.gradients(t)
+            if histogram is not None:
+                error += error_energy(histogram, fmt, self._scale(fmt, histogram))
+                energy += histogram.energy
+        return error / energy if energy > 0.0 else math.ldexp(1.0, -2 * fmt.mantissa_bits) / 12.0
+
+    def gradient_energy(self, op: Op, outputs: list[str]) -> float:
+        """Σ g² over the given outputs, or 0.0 if one was not observed."""
+        histograms = [self.gradients(t) for t in outputs]
+        return sum(h.energy for h in histograms if h is not None) if None not in histograms else 0.0
+
+    def input_weight_grad(self, op: Op) -> RangeHistogram | None:
+        """Histogram that prices the rounding of a GEMM's input in its weight gradient."""
+        found = (p.input_weight_grad for p in self._profiles(op.outputs[0]))
+        return next((h for h in found if h is not None), None)
+
+    def gradient_weight_grad(self, op: Op) -> RangeHistogram | None:
+        """Histogram that prices the rounding of the gradient in a GEMM's weight gradient."""
+        found = (p.gradient_weight_grad for p in self._profiles(op.outputs[0]))
+        return next((h for h in found if h is not None), None)
+
+    def reference(self, weight: str) -> float:
+        """What the noise of a weight gradient is held against: its spread; its energy where no spread is known."""
+        found = self._profile.weight_by_fqn.get(weight)
+        if found is None or found.steps == 0:
+            return 0.0
+        return found.spread if found.spread > 0.0 else found.energy
+
+    def has_row(self, op: Op) -> bool:
+        """Whether the op computes the gradient of a weight."""
+        if not (op.op_class is OpClass.GEMM and op.weights):
+            return False
+        spec = self._graph.tensor_by_id.get(f"param:{op.weights[0]}")
+        return spec is None or spec.requires_grad
+
+    def unjudged(self, op: Op) -> str:
+        """Why the noise of this GEMM's weight gradient cannot be judged, or ""."""
+        if not self.has_row(op):
+            return ""
+        if self.reference(op.weights[0]) <= 0.0:
+            return f"no gradient of weight {op.weights[0]} was observed, so its noise cannot be judged"
+        if self.input_weight_grad(op) is None or self.gradient_weight_grad(op) is None:
+            return f"the operands of weight {op.weights[0]}'s gradient were not observed, so its noise cannot be judged"
+        return ""
+
+    def gemm_noise(self, op: Op) -> tuple[dict[str, float], float, dict[str, float], float]:
+        """(x by format, x kept in E4M3, arriving gradient by format, upstream energy), per step; zeros if unjudged."""
+        x, gradient = self.input_weight_grad(op), self.gradient_weight_grad(op)
+        if not self.has_row(op) or self.unjudged(op) or x is None or gradient is None:
+            return {}, 0.0, {}, 0.0
+        values = self.values(op.inputs[0])
+        amax = values.amax if values is not None else x.amax
+        steps = self._profile.steps
+        x_noise = {f.name: error_energy(x, f) / steps for f in NARROW}
+        packed = error_energy(x, FP8_E4M3, current_scale_log2(FP8_E4M3, amax)) / steps
+        arriving = {f.name: error_energy(gradient, f, self._scale(f, gradient)) / steps for f in NARROW}
+        return x_noise, packed, arriving, gradient.energy / steps

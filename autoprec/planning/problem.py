@@ -1,0 +1,336 @@
+"""From a graph, a profile, a device and a policy to a `Problem`: pure data that solvers and the evaluator share.
+
+What the planner assumes, and the rewriter does:
+
+* A tensor's root (views and in-place results resolved, `roots.resolve_roots`) has a born format: that of the output
+  role of the op that makes it; FP32 for inputs, parameters, buffers and wide ops. A view output without a base is a
+  copy in the same format: a root of its own.
+* An op reads every float32 input in the format of its output role; norms keep parameters and buffers in FP32. A cast
+  is made once per (root, format), as soon as the tensor exists, and lives until its last reader in that format.
+* Weights are cast where they are read, and cast again in the backward pass; their gradients come back in FP32.
+* A gradient arrives in the format in which the tensor was born.
+"""
+
+from __future__ import annotations
+
+from autoprec.devices import Device
+from autoprec.errors import DeviceError, ProfileError
+from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind, TensorSpec
+from autoprec.planning.gradients import gradient_nodes, variance_numbers
+from autoprec.planning.options import Options, decides, in_place_pairs, reads_narrow, unit_options
+from autoprec.planning.pricing import NARROW, Prices
+from autoprec.planning.roots import Roots, resolve_roots
+from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit, Use, WeightRow, bytes_of
+from autoprec.policies import Policy
+from autoprec.profiles import Profile
+
+__all__ = ["Problem", "build_problem", "fixed_bytes"]
+
+PACKED = "fp8_e4m3"
+
+_ITEM_BYTES = {
+    "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int16": 2, "uint16": 2, "float16": 2,
+    "bfloat16": 2, "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex64": 8,
+    "complex128": 16,
+}  # fmt: skip
+
+
+def fixed_bytes(graph: OpGraph) -> int:
+    """What a step holds whatever the plan: parameters, gradients, optimizer state, inputs."""
+    return graph.parameter_bytes + graph.gradient_bytes + graph.optimizer_bytes + graph.input_bytes
+
+
+def build_problem(
+    graph: OpGraph,
+    profile: Profile,
+    device: Device,
+    policy: Policy,
+    *,
+    budget_bytes: int | None = None,
+    banned: frozenset[tuple[str, str]] = frozenset(),
+) -> Problem:
+    """The program whose best choice is the plan.
+
+    `banned` holds (op id, format) pairs that proved unstable. `InfeasibleError` if a rule leaves an op no format that
+    it can run in, `DeviceError` naming the first timing that the device lacks, `ProfileError` for another graph's
+    profile.
+    """
+    if profile.graph_fingerprint != graph.fingerprint:
+        raise ProfileError(
+            f"the profile was recorded on graph {profile.graph_fingerprint}, not on {graph.fingerprint}"
+            f" ({graph.model}); calibrate this model"
+        )
+    if profile.steps < 1:
+        raise ProfileError("the profile holds no step; calibrate for at least two")
+    return _Builder(graph, profile, device, policy, banned).build(budget_bytes)
+
+
+class _Builder:
+    def __init__(
+        self,
+        graph: OpGraph,
+        profile: Profile,
+        device: Device,
+        policy: Policy,
+        banned: frozenset[tuple[str, str]],
+    ) -> None:
+        self.graph = graph
+        self.profile = profile
+        self.device = device
+        self.policy = policy
+        self.roots: Roots = resolve_roots(graph)
+        self.prices = Prices(graph, self.roots, profile, policy)
+        self.moment = {op.id: i for i, op in enumerate(graph.ops)}
+        options = unit_options(graph, self.roots, self.prices, policy, banned)
+        self.unit_of = {(o.op.id, o.role): i for i, o in enumerate(options)}
+        self.units = tuple(self._unit(o) for o in options)
+        self.members: dict[str, list[TensorSpec]] = {}
+        for t in graph.tensors:
+            self.members.setdefault(self.roots.root_of[t.id], []).append(t)
+        weighted = [op.id for op in graph.ops if op.op_class is OpClass.GEMM and op.weights and decides(op, graph)]
+        self.gemm_of = {op: k for k, op in enumerate(weighted)}
+
+    def build(self, budget_bytes: int | None) -> Problem:
+        graph, policy = self.graph, self.policy
+        readers, savers = self._uses()
+        tensors = tuple(
+            self._tensor(root, readers.get(root, []), savers.get(root, []))
+            for root in self.members
+            if root in graph.producer or root in readers or root in savers
+        )
+        index = {t.id: i for i, t in enumerate(tensors)}
+        numbers = variance_numbers(graph, self.roots)
+        gemms = tuple(self._gemm(graph.op_by_id[op], index, numbers) for op in self.gemm_of)
+        constant = sum(
+            self.device.seconds_by_key.get((op.timing_key, Role.OUTPUT, "fp32"), 0.0) * op.calls
+            for op in graph.ops
+            if not decides(op, graph)
+        )
+        loss_limit = None
+        if self.profile.loss is not None and self.profile.loss.spread > 0.0:
+            loss_limit = (policy.noise.loss * self.profile.loss.spread) ** 2
+        loss_total = sum(max((e for _, e in t.loss_noise), default=0.0) for t in tensors)
+        private = tuple(
+            (i, op.private_saved_bytes * op.calls) for i, op in enumerate(graph.ops) if op.private_saved_bytes
+        )
+        saved = sum(t.numel * 4 for t in tensors if t.savers) + sum(b for _, b in private)
+        ties = {
+            (self.unit_of[op.id, Role.OUTPUT], self.unit_of[owner, Role.OUTPUT])
+            for op, owner in in_place_pairs(graph, self.roots)
+            if owner is not None and (op.id, Role.OUTPUT) in self.unit_of and (owner, Role.OUTPUT) in self.unit_of
+        }
+        self._check_casts(any(t.gemms for t in tensors))
+        return Problem(
+            ops=tuple(op.id for op in graph.ops),
+            units=self.units,
+            tensors=tensors,
+            gemms=gemms,
+            nodes=gradient_nodes(graph, self.roots, self.prices, self.unit_of, numbers),
+            rows=self._rows(),
+            variances=len(set(numbers.values())),
+            ties=tuple(sorted((a, b) for a, b in ties if a != b)),
+            casts=self.device.casts,
+            constant_seconds=constant,
+            fixed_bytes=fixed_bytes(graph),
+            private=private,
+            loss_limit=loss_limit,
+            budget_bytes=budget_bytes,
+            objective=policy.objective,
+            seconds_scale=(constant + sum(u.seconds[0] for u in self.units)) or 1.0,
+            bytes_scale=float(saved or 1),
+            loss_scale=loss_limit or loss_total or 1.0,
+        )
+
+    def _check_casts(self, packs: bool) -> None:
+        formats = sorted({"fp32"} | {f for u in self.units for f in u.options})
+        pairs = [(a, b) for a in formats for b in formats if a != b]
+        if packs:
+            pairs += [p for f in formats for p in ((f, PACKED), (PACKED, f))]
+        for source, target in pairs:
+            self.device.cast_seconds(source, target, 0)
+
+    # Units
+
+    def _seconds(self, op: Op, role: Role, format_name: str) -> float:
+        found = self.device.seconds_by_key.get((op.timing_key, role, format_name))
+        if found is None:
+            raise DeviceError(
+                f"device {self.device.name!r} has no timing of {op.kind} ({op.timing_key!r}), role {role}, in"
+                f" {format_name} (op {op.id}); calibrate there"
+            )
+        return found * op.calls
+
+    def _unit(self, options: Options) -> Unit:
+        op, role = options.op, options.role
+        i = self.moment[op.id]
+        weights = [self.graph.tensor_by_id[t].numel for t in (f"param:{w}" for w in op.weights)
+                   if t in self.graph.tensor_by_id] if op.op_class is OpClass.GEMM else []  # fmt: skip
+        if role is not Role.OUTPUT:
+            weights = weights[:1]
+        seconds, workspace = [], []
+        for f in options.formats:
+            own = self._seconds(op, role, f) if options.needed else 0.0
+            if options.needed and role is Role.GRAD_INPUT:
+                own += sum(self.device.cast_seconds("fp32", f, n) for n in weights)
+            if options.needed and role is Role.GRAD_WEIGHT:
+                own += sum(self.device.cast_seconds(f, "fp32", n) for n in weights)
+            seconds.append(own)
+            workspace.append(sum(weights) * bytes_of(f) if f != "fp32" and options.needed else 0)
+        return Unit(
+            op=op.id,
+            role=role,
+            options=tuple(options.formats),
+            seconds=tuple(seconds),
+            workspace=tuple(workspace),
+            moment=i if role is Role.OUTPUT else 2 * len(self.graph.ops) - 1 - i,
+            dropped=tuple(options.dropped.items()),
+            rule=options.rule,
+            needed=options.needed,
+        )
+
+    # Tensors
+
+    def _born(self, root: str) -> int | None:
+        while root in self.roots.copied_from:
+            root = self.roots.copied_from[root]
+        return self.unit_of.get((self.graph.producer.get(root, ""), Role.OUTPUT))
+
+    def _uses(self) -> tuple[dict[str, list[Use]], dict[str, list[Use]]]:
+        """Readers and savers by root, in forward order."""
+        graph, root_of = self.graph, self.roots.root_of
+        readers: dict[str, list[Use]] = {}
+        savers: dict[str, list[Use]] = {}
+        for i, op in enumerate(graph.ops):
+            unit = self.unit_of.get((op.id, Role.OUTPUT))
+            view = self.roots.is_view(op)
+            copying = any(t in self.roots.copied_from for t in op.outputs)
+            for t in dict.fromkeys(op.inputs):
+                root, narrow = root_of[t], graph.tensor_by_id[t].is_float32
+                if view and narrow:
+                    uses = [Use(moment=i, unit=self._born(root))] if copying else []
+                elif unit is not None and narrow:
+                    uses = [Use(moment=i, unit=unit)] if reads_narrow(op, t, graph) else []
+                else:
+                    uses = [Use(moment=i, unit=None)]
+                readers.setdefault(root, []).extend(u for u in uses if u not in readers.get(root, []))
+            for t in dict.fromkeys(op.saves):
+                spec, root = graph.tensor_by_id[t], root_of[t]
+                if graph.tensor_by_id[root].kind is TensorKind.PARAMETER:
+                    continue
+                if not spec.is_float32:
+                    use = Use(moment=i, unit=None)
+                elif view:
+                    use = Use(moment=i, unit=self._born(root))
+                else:
+                    use = Use(moment=i, unit=unit if reads_narrow(op, t, graph) else None)
+                if use not in savers.setdefault(root, []):
+                    savers[root].append(use)
+        end = len(graph.ops) - 1
+        for spec in graph.tensors:
+            if spec.is_output:
+                readers.setdefault(root_of[spec.id], []).append(Use(moment=end, unit=None))
+        return readers, savers
+
+    def _tensor(self, root: str, readers: list[Use], savers: list[Use]) -> PlanTensor:
+        spec = self.graph.tensor_by_id[root]
+        members = self.members[root]
+        activation = spec.kind is TensorKind.ACTIVATION
+        born = self._born(root) if spec.is_float32 else None
+        producer = self.graph.producer.get(root)
+        first = min((u.moment for u in (*readers, *savers)), default=0)
+        requires_grad = any(t.requires_grad for t in members)
+        histogram = self.prices.values(root)
+        gemms, masks = self._packing(root) if activation and spec.is_float32 else ((), ())
+        weight_of_gemm = spec.kind is TensorKind.PARAMETER and any(
+            f"param:{w}" == root for op in self.gemm_of for w in self.graph.op_by_id[op].weights
+        )
+        return PlanTensor(
+            id=root,
+            numel=spec.numel,
+            is_float32=spec.is_float32,
+            wide_bytes=spec.numel * _ITEM_BYTES.get(spec.dtype, 4) if activation else 0,
+            narrow_costs=spec.kind is not TensorKind.PARAMETER,
+            birth=self.moment[producer] if producer is not None else first,
+            born=born,
+            inherits=root in self.roots.copied_from,
+            readers=tuple(readers),
+            savers=tuple(savers),
+            masks=masks,
+            gemms=gemms,
+            gradient_from=self._gradient_from(members) if activation else None,
+            casts_back=requires_grad and not weight_of_gemm,
+            loss_noise=tuple((f.name, e) for f in NARROW if (e := self.prices.loss_noise(root, f)) > 0.0),
+            saturates=tuple(
+                f.name for f in NARROW if histogram and not requires_grad and histogram.amax > f.max_value
+            ),
+        )  # fmt: skip
+
+    def _gradient_from(self, members: list[TensorSpec]) -> int | None:
+        found = []
+        for t in members:
+            if not (t.requires_grad and t.is_float32):
+                continue
+            if t.is_output:
+                found.append(len(self.graph.ops) - 1)
+            for reader in self.graph.readers.get(t.id, ()):
+                op = self.graph.op_by_id[reader]
+                if any(self.graph.tensor_by_id[o].requires_grad for o in op.outputs):
+                    found.append(self.moment[reader])
+        return max(found, default=None)
+
+    def _packing(self, root: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(GEMMs that save it, moments of the ReLUs that do); nothing if it may not be packed."""
+        nothing: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+        if PACKED not in self.policy.storage.formats:
+            return nothing
+        root_of = self.roots.root_of
+        gemms, masks = [], []
+        for op in self.graph.ops:
+            saved = [t for t in op.saves if root_of[t] == root]
+            if not saved:
+                continue
+            if op.id in self.gemm_of and root_of[op.inputs[0]] == root and not self.prices.unjudged(op):
+                if root in [root_of[t] for t in (*op.inputs[1:], *op.outputs)]:
+                    return nothing
+                gemms.append(self.gemm_of[op.id])
+            elif op.kind == "relu" and (op.id, Role.OUTPUT) in self.unit_of and root_of[op.outputs[0]] == root:
+                masks.append(self.moment[op.id])
+            else:
+                return nothing
+        return (tuple(gemms), tuple(masks)) if gemms else nothing
+
+    # Weights
+
+    def _gemm(self, op: Op, index: dict[str, int], numbers: dict[str, int]) -> Gemm:
+        unit = {role: self.unit_of[op.id, role] for role in Role}
+        x_noise, packed, arriving, upstream = self.prices.gemm_noise(op)
+        specs = self.graph.tensor_by_id
+        return Gemm(
+            op=op.id,
+            moment=self.moment[op.id],
+            output=unit[Role.OUTPUT],
+            grad_input=unit[Role.GRAD_INPUT],
+            grad_weight=unit[Role.GRAD_WEIGHT],
+            x=index[self.roots.root_of[op.inputs[0]]],
+            x_numel=specs[op.inputs[0]].numel,
+            out_numel=specs[op.outputs[0]].numel,
+            variance=numbers[op.outputs[0]],
+            has_grad_input=self.units[unit[Role.GRAD_INPUT]].needed,
+            has_grad_weight=self.units[unit[Role.GRAD_WEIGHT]].needed,
+            x_noise=tuple(x_noise.items()),
+            packed_noise=packed,
+            gradient_noise=tuple(arriving.items()),
+            upstream=upstream,
+        )
+
+    def _rows(self) -> tuple[WeightRow, ...]:
+        by_weight: dict[str, list[int]] = {}
+        for op_id, k in self.gemm_of.items():
+            op = self.graph.op_by_id[op_id]
+            if self.prices.has_row(op) and not self.prices.unjudged(op):
+                by_weight.setdefault(op.weights[0], []).append(k)
+        squared = float(self.policy.noise.gradient) ** 2
+        return tuple(
+            WeightRow(weight=w, reference=(r := self.prices.reference(w)), limit=squared * r, gemms=tuple(k))
+            for w, k in by_weight.items()
+        )

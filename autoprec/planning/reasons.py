@@ -1,0 +1,136 @@
+"""Why each decision was taken: every alternative is evaluated, and its price is the reason."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from autoprec.planning.evaluator import evaluate
+from autoprec.planning.values import Choice, Evaluation, Problem, Solution, Violation
+
+__all__ = ["Reasons", "bytes_text", "seconds_text", "violation_text"]
+
+
+def seconds_text(seconds: float) -> str:
+    """Signed seconds for people."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if abs(seconds) * factor >= 1.0:
+            return f"{seconds * factor:+.3g} {unit}"
+    return f"{seconds * 1e9:+.3g} ns"
+
+
+def bytes_text(size: float, sign: bool = False) -> str:
+    """Bytes for people."""
+    plus = "+" if sign else ""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= factor:
+            return f"{size / factor:{plus}.3g} {unit}"
+    return f"{size:{plus}.0f} B"
+
+
+def violation_text(v: Violation) -> str:
+    """A broken constraint for people."""
+    if v.kind == "peak":
+        return f"the peak would be {bytes_text(v.value)} of {bytes_text(v.limit)} allowed ({v.what})"
+    if v.kind == "loss":
+        return f"the loss noise would be {math.sqrt(v.value / v.limit):.3g} times its limit"
+    if v.kind == "gradient":
+        return f"the gradient noise of weight {v.what} would be {math.sqrt(v.value / v.limit):.3g} times its limit"
+    return f"{v.what} share a tensor and must agree"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Alternative:
+    name: str
+    evaluation: Evaluation
+
+
+class Reasons:
+    """Reasons for the decisions of a solution, and the constraint that holds it back."""
+
+    def __init__(self, problem: Problem, solution: Solution) -> None:
+        self._problem = problem
+        self._solution = solution
+        self._groups = _groups(problem)
+        self._blocked: Counter[tuple[str, str]] = Counter()
+        self.units = tuple(self._unit(i) for i in range(len(problem.units)))
+        self.storages = {t: self._storage(t) for t in problem.packable}
+        self.binding = self._binding()
+
+    def _unit(self, index: int) -> str:
+        unit, choice = self._problem.units[index], self._solution.choice
+        if not unit.needed:
+            return "nobody asks for this gradient"
+        dropped = "; ".join(f"not {f}: {why}" for f, why in unit.dropped)
+        if len(unit.options) == 1:
+            if unit.rule and not [why for _, why in unit.dropped if not why.startswith("rule ")]:
+                return f"rule ({unit.rule})"
+            return dropped or "the policy allows no other format"
+        found = []
+        for k, name in enumerate(unit.options):
+            if k != choice.options[index]:
+                options = list(choice.options)
+                for member in self._groups[index]:
+                    options[member] = k
+                flipped = Choice(options=tuple(options), packed=choice.packed)
+                found.append(_Alternative(name=name, evaluation=evaluate(self._problem, flipped)))
+        return self._priced(found) + (f"; {dropped}" if dropped else "")
+
+    def _storage(self, tensor: int) -> str:
+        choice = self._solution.choice
+        packed = tensor in choice.packed
+        flipped = Choice(options=choice.options, packed=choice.packed ^ {tensor})
+        name = "as it is" if packed else "fp8_e4m3"
+        return self._priced([_Alternative(name=name, evaluation=evaluate(self._problem, flipped))])
+
+    def _priced(self, alternatives: list[_Alternative]) -> str:
+        """The price of the next-best alternative; if none is feasible, what the nearest one breaks."""
+        mine = self._solution.evaluation
+        ordered = sorted(alternatives, key=lambda a: (not a.evaluation.feasible, a.evaluation.objective))
+        for a in ordered:
+            if a.evaluation.objective < mine.objective:
+                broken = a.evaluation.violations
+                self._blocked.update({(v.kind, v.what if v.kind == "gradient" else "") for v in broken})
+        best = ordered[0]
+        if not best.evaluation.feasible:
+            return f"{best.name}: {violation_text(best.evaluation.violations[0])}"
+        seconds = best.evaluation.seconds - mine.seconds
+        kept = best.evaluation.saved_bytes - mine.saved_bytes
+        peak = best.evaluation.peak_bytes - mine.peak_bytes
+        noise = best.evaluation.noise - mine.noise
+        return (
+            f"next best {best.name}: {seconds_text(seconds)}, {bytes_text(kept, True)} kept,"
+            f" {bytes_text(peak, True)} peak, {noise:+.2g} noise (share of the limit)"
+        )
+
+    def _binding(self) -> str:
+        """The constraint that most often forbids a single change for the better."""
+        if not self._blocked:
+            return "nothing"
+        kind, what = min(self._blocked, key=lambda key: (-self._blocked[key], key))
+        problem, found = self._problem, self._solution.evaluation
+        if kind == "peak" and problem.budget_bytes is not None:
+            where = problem.moment_name(found.peak_moment)
+            return f"budget: {bytes_text(found.peak_bytes)} of {bytes_text(problem.budget_bytes)} at {where}"
+        if kind == "loss" and problem.loss_limit is not None:
+            return f"loss noise: {found.loss_sigma:.3g} of {math.sqrt(problem.loss_limit):.3g}"
+        if kind == "gradient":
+            value, row = next(
+                (v, r) for v, r in zip(found.rows, problem.rows, strict=True) if r.weight == what
+            )  # fmt: skip
+            ratio, limit = math.sqrt(value / row.reference), math.sqrt(row.limit / row.reference)
+            return f"gradient noise of weight {what}: {ratio:.3g} of {limit:.3g}"
+        return kind
+
+
+def _groups(problem: Problem) -> list[list[int]]:
+    """For each unit, the units that have its format by ties, itself included."""
+    group = list(range(len(problem.units)))
+    for a, b in problem.ties:
+        old, new = group[a], group[b]
+        group = [new if g == old else g for g in group]
+    members: dict[int, list[int]] = {}
+    for unit, g in enumerate(group):
+        members.setdefault(g, []).append(unit)
+    return [members[g] for g in group]

@@ -1,0 +1,65 @@
+"""FP16 regions: which ops share a gradient scale, and which one."""
+
+from __future__ import annotations
+
+from autoprec.graphs import Op, OpGraph, Role, TensorKind
+from autoprec.planning.pricing import Prices, fp16_gradient_scale_log2
+from autoprec.planning.roots import Roots
+from autoprec.plans import Region
+
+__all__ = ["fp16_regions"]
+
+
+def fp16_regions(
+    graph: OpGraph, roots: Roots, prices: Prices, format_of: dict[tuple[str, Role], str]
+) -> tuple[Region, ...]:
+    """Maximal sets of FP16 ops that are connected through tensors with gradients, in forward order.
+
+    Two ops are connected if both make or read the same root tensor in FP16. An op with FP16 only in its gradient roles
+    is a region of its own. The scale is the largest power of two that keeps the largest gradient seen at the region's
+    tensors three octaves below FP16's maximum.
+    """
+    narrow = [op for op in graph.ops if any(format_of.get((op.id, r)) == "fp16" for r in op.roles)]
+    parent = {op.id: op.id for op in narrow}
+
+    def find(op: str) -> str:
+        while parent[op] != op:
+            op = parent[op]
+        return op
+
+    first: dict[str, str] = {}
+    for op in narrow:
+        if format_of.get((op.id, Role.OUTPUT)) != "fp16":
+            continue
+        for t in _flowing(op, graph):
+            root = roots.root_of[t]
+            while root in roots.copied_from:
+                root = roots.copied_from[root]
+            a, b = find(first.setdefault(root, op.id)), find(op.id)
+            parent[b] = a
+    members: dict[str, list[Op]] = {}
+    for op in narrow:
+        members.setdefault(find(op.id), []).append(op)
+    return tuple(_region(ops, graph, prices) for ops in members.values())
+
+
+def _flowing(op: Op, graph: OpGraph) -> list[str]:
+    """Tensors of an op through which gradients flow inside a region."""
+    specs = graph.tensor_by_id
+    return [
+        t
+        for t in dict.fromkeys((*op.inputs, *op.outputs))
+        if specs[t].is_float32 and specs[t].requires_grad and specs[t].kind is not TensorKind.PARAMETER
+    ]
+
+
+def _region(ops: list[Op], graph: OpGraph, prices: Prices) -> Region:
+    found = [(h.amax, t) for op in ops for t in _flowing(op, graph) if (h := prices.gradients(t)) is not None]
+    amax, where = max(found, default=(0.0, ""))
+    scale = fp16_gradient_scale_log2(amax)
+    reason = (
+        f"largest gradient {amax:.3g} (at {where}) times 2^{scale} is at most 65504/8"
+        if amax > 0.0
+        else ("no gradient was observed here, so none is scaled")
+    )
+    return Region(ops=tuple(op.id for op in ops), scale_log2=scale, reason=reason)

@@ -1,0 +1,334 @@
+"""The planning program as plain data: `Problem` and its parts, `Choice`, `Solution`.
+
+Moments. A graph of n ops has 2n moments: op i runs forward at moment i and backward at moment 2n − 1 − i. Every
+`moment` below is the forward one unless it says otherwise; `Problem.backward` gives the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from autoprec.devices import CastTiming
+from autoprec.errors import DeviceError
+from autoprec.formats import format_named
+from autoprec.graphs import Role
+
+__all__ = [
+    "Choice",
+    "Evaluation",
+    "Gemm",
+    "GradientNode",
+    "PlanTensor",
+    "Problem",
+    "Solution",
+    "Unit",
+    "Use",
+    "Violation",
+    "WeightRow",
+    "bytes_of",
+]
+
+_BYTES = {name: format_named(name).bytes for name in ("fp32", "bf16", "fp16", "fp8_e4m3")}
+
+
+def bytes_of(format_name: str) -> int:
+    """Bytes per element of a format that the planner knows."""
+    return _BYTES[format_name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One decision: the format of one role of one op.
+
+    Attributes:
+        op, role: whose format it is.
+        options: formats to choose from, widest first; never empty.
+        seconds: time of the role by option, over all calls, casts of weights inside it included.
+        workspace: bytes held only while it runs (narrow copies of weights, narrow weight gradients), by option.
+        moment: the moment (forward or backward) at which it runs.
+        dropped: formats that were candidates and are not options, each with the reason.
+        rule: the rule that limits it, for people, or "".
+        needed: False for a gradient that nobody asks for.
+    """
+
+    op: str
+    role: Role
+    options: tuple[str, ...]
+    seconds: tuple[float, ...]
+    workspace: tuple[int, ...]
+    moment: int
+    dropped: tuple[tuple[str, str], ...] = ()
+    rule: str = ""
+    needed: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """A read (or a save) of a tensor at a forward moment in the format of `unit`; None is FP32 (or as it is)."""
+
+    moment: int
+    unit: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanTensor:
+    """One root tensor: what has a born format, readers, copies and rounding events.
+
+    Attributes:
+        id: of the root; views and in-place results of it are the same tensor.
+        numel: number of elements.
+        is_float32: others are never cast; all their uses have unit None.
+        wide_bytes: bytes of the copy in FP32 (or as it is); 0 where it is counted among the fixed bytes.
+        narrow_costs: whether copies in other formats cost bytes (not for parameters).
+        birth: moment of the op that makes it; of its first reader for inputs, parameters and buffers.
+        born: the unit whose format it is born in; None is FP32.
+        inherits: its values are those of another tensor (a copying view), so its birth rounds nothing anew.
+        readers, savers: who reads it in the forward pass, and who keeps it for the backward pass.
+        masks: moments of the savers that keep one bit per element if it is packed (ReLU).
+        gemms: the GEMMs that save it, if it may be kept in E4M3; empty if it may not.
+        gradient_from: moment of the last reader that sends a gradient; None if its gradient costs no bytes.
+        casts_back: whether each cast of it casts a gradient in the backward pass.
+        loss_noise: by format, E(δL)² per step of rounding it.
+        saturates: formats whose largest value it exceeds by design (masks and constants).
+    """
+
+    id: str
+    numel: int
+    is_float32: bool
+    wide_bytes: int
+    narrow_costs: bool
+    birth: int
+    born: int | None
+    inherits: bool
+    readers: tuple[Use, ...]
+    savers: tuple[Use, ...]
+    masks: tuple[int, ...] = ()
+    gemms: tuple[int, ...] = ()
+    gradient_from: int | None = None
+    casts_back: bool = False
+    loss_noise: tuple[tuple[str, float], ...] = ()
+    saturates: tuple[str, ...] = ()
+
+    def bytes_in(self, format_name: str) -> int:
+        """Bytes of its copy in a compute format."""
+        if format_name == "fp32":
+            return self.wide_bytes
+        return self.numel * bytes_of(format_name) if self.narrow_costs else 0
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of its E4M3 copy, scale included, masks not."""
+        return self.numel + 4
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of one mask with one bit per element."""
+        return -(-self.numel // 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemm:
+    """The backward pass of a GEMM with a weight.
+
+    Attributes:
+        op: its id.
+        moment: forward moment.
+        output, grad_input, grad_weight: its units.
+        x: the root tensor that it reads (index); x_numel: elements of its own input.
+        out_numel: elements of gradient that arrive.
+        variance: whose relative gradient variance arrives (index, see `GradientNode`).
+        has_grad_input, has_grad_weight: which gradients are computed.
+        x_noise: by format, E‖δ∇W‖² per step of rounding x; `packed_noise` of keeping x in E4M3.
+        gradient_noise: by format, of rounding the gradient that arrives.
+        upstream: E‖∇W‖²-like energy that relative variance of the arriving gradient multiplies.
+    """
+
+    op: str
+    moment: int
+    output: int
+    grad_input: int
+    grad_weight: int
+    x: int
+    x_numel: int
+    out_numel: int
+    variance: int
+    has_grad_input: bool
+    has_grad_weight: bool
+    x_noise: tuple[tuple[str, float], ...] = ()
+    packed_noise: float = 0.0
+    gradient_noise: tuple[tuple[str, float], ...] = ()
+    upstream: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientNode:
+    """An op that gradients pass through, for the propagation of relative gradient variance.
+
+    Variances are numbered on their own: one per root tensor, one more per in-place result.
+
+    Attributes:
+        moment: forward moment of the op.
+        outputs: (variance, share): which gradients arrive, and their shares of the energy that arrives.
+        inputs: (variance, share): the share of each input's gradient that comes through it.
+        units: units in whose formats the arriving gradient is rounded.
+        local: by format, the relative variance of that rounding.
+    """
+
+    moment: int
+    outputs: tuple[tuple[int, float], ...]
+    inputs: tuple[tuple[int, float], ...]
+    units: tuple[int, ...] = ()
+    local: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightRow:
+    """The gradient criterion of one weight: the sum over its GEMMs is at most `limit` = noise² · `reference`."""
+
+    weight: str
+    reference: float
+    limit: float
+    gemms: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Everything that solvers and the evaluator need, and nothing else.
+
+    Attributes:
+        ops: op ids in forward order (moment i is ops[i]).
+        units, tensors, gemms, nodes, rows: see there; nodes in forward order.
+        variances: how many relative gradient variances there are.
+        ties: (unit, unit) pairs that must have the same format (in-place ops and the tensor that they change).
+        casts: the device's cast timings.
+        constant_seconds: of ops without a decision.
+        fixed_bytes: parameters, gradients, optimizer state and inputs.
+        private: (moment, bytes) kept from there until the backward moment of the same op.
+        loss_limit: E(δL)² allowed, or None.
+        budget_bytes: largest peak allowed, or None.
+        objective: what is minimised first.
+        seconds_scale, bytes_scale, loss_scale: divide seconds, saved bytes and loss variance in the objective.
+    """
+
+    ops: tuple[str, ...]
+    units: tuple[Unit, ...]
+    tensors: tuple[PlanTensor, ...]
+    gemms: tuple[Gemm, ...]
+    nodes: tuple[GradientNode, ...]
+    rows: tuple[WeightRow, ...]
+    variances: int
+    ties: tuple[tuple[int, int], ...]
+    casts: tuple[CastTiming, ...]
+    constant_seconds: float
+    fixed_bytes: int
+    private: tuple[tuple[int, int], ...]
+    loss_limit: float | None
+    budget_bytes: int | None
+    objective: Literal["time", "bytes"]
+    seconds_scale: float
+    bytes_scale: float
+    loss_scale: float
+
+    def backward(self, moment: int) -> int:
+        """The moment at which the op of a forward moment runs backward."""
+        return 2 * len(self.ops) - 1 - moment
+
+    def moment_name(self, moment: int) -> str:
+        """A moment for people: "forward of blocks.0:linear#0"."""
+        n = len(self.ops)
+        return f"forward of {self.ops[moment]}" if moment < n else f"backward of {self.ops[2 * n - 1 - moment]}"
+
+    @cached_property
+    def _cast_by_pair(self) -> dict[tuple[str, str], CastTiming]:
+        return {(c.source, c.target): c for c in self.casts}
+
+    def cast_seconds(self, source: str, target: str, numel: int) -> float:
+        """Seconds of one cast; 0.0 between equal formats."""
+        if source == target:
+            return 0.0
+        timing = self._cast_by_pair.get((source, target))
+        if timing is None:
+            raise DeviceError(f"no timing for the cast {source} → {target}; calibrate the device")
+        return timing.seconds_per_call + timing.seconds_per_element * numel
+
+    @cached_property
+    def unit_index(self) -> dict[tuple[str, Role], int]:
+        """(op, role) → unit."""
+        return {(u.op, u.role): i for i, u in enumerate(self.units)}
+
+    @cached_property
+    def tensor_index(self) -> dict[str, int]:
+        """Root tensor id → tensor."""
+        return {t.id: i for i, t in enumerate(self.tensors)}
+
+    @cached_property
+    def packable(self) -> tuple[int, ...]:
+        """Tensors whose storage is decided."""
+        return tuple(i for i, t in enumerate(self.tensors) if t.gemms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One option per unit, and the tensors that are kept in E4M3."""
+
+    options: tuple[int, ...]
+    packed: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Violation:
+    """A broken constraint: "peak", "loss", "gradient" (of the weight `what`) or "tie"."""
+
+    kind: Literal["peak", "loss", "gradient", "tie"]
+    what: str
+    value: float
+    limit: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What one choice costs, by simulation of the step.
+
+    Attributes:
+        seconds, saved_bytes, peak_bytes, loss_sigma, gradient_ratio: as in `Totals`.
+        peak_moment: the first moment with the peak.
+        bytes_at: bytes held at each moment.
+        rows: E‖δ∇W‖² by weight row.
+        noise: mean of row / limit plus loss variance / its scale; breaks ties only.
+        objective: what the solvers minimise.
+        violations: broken constraints; none means feasible.
+    """
+
+    seconds: float
+    saved_bytes: int
+    peak_bytes: int
+    peak_moment: int
+    loss_sigma: float
+    gradient_ratio: float
+    bytes_at: tuple[int, ...]
+    rows: tuple[float, ...]
+    noise: float
+    objective: float
+    violations: tuple[Violation, ...] = ()
+
+    @property
+    def feasible(self) -> bool:
+        """Whether it keeps every constraint."""
+        return not self.violations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """A choice, what the evaluator says of it, and a proven lower bound of the objective."""
+
+    choice: Choice
+    evaluation: Evaluation
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        """(objective − bound) / objective; 0.0 when proven optimal."""
+        gap = (self.evaluation.objective - self.bound) / max(abs(self.evaluation.objective), 1e-300)
+        return gap if gap > 1e-8 else 0.0

@@ -1,0 +1,157 @@
+"""Decisions as values: `Assignment`, `Plan`, `Event`."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+from autoprec.errors import PlanError
+from autoprec.formats import format_named
+from autoprec.graphs import Role
+
+__all__ = ["AS_IS", "Assignment", "Event", "Plan", "Region", "Storage", "Totals"]
+
+#: A saved tensor that is kept in the format in which it was read.
+AS_IS = "as_is"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """The format of one role of one op, and why."""
+
+    op: str
+    role: Role
+    format: str
+    reason: str
+
+    def __post_init__(self) -> None:
+        format_named(self.format)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """How one tensor is kept for backward, and why: `AS_IS` or the name of a narrower format."""
+
+    tensor: str
+    format: str
+    reason: str
+
+    def __post_init__(self) -> None:
+        if self.format != AS_IS:
+            format_named(self.format)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """A maximal set of connected FP16 ops whose gradients share the scale 2**scale_log2."""
+
+    ops: tuple[str, ...]
+    scale_log2: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Sums over one training step. `saved_bytes` is what autograd holds between forward and backward, without
+    parameters and inputs; `peak_bytes` is the largest sum over the moments of the step; `loss_sigma` the standard
+    deviation that rounding adds to the loss; `gradient_ratio` the largest √(E‖δ∇W‖² / spread) over the weights."""
+
+    seconds: float
+    saved_bytes: int
+    peak_bytes: int
+    loss_sigma: float
+    gradient_ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What runs in which format. Ops without an assignment run as the user wrote them, in FP32.
+
+    Attributes:
+        assignments: by (op, role).
+        storages: for tensors kept for backward whose storage was decided.
+        regions: FP16 regions with their gradient scales.
+        saturating: tensors whose casts saturate instead of overflowing to inf: constants and masks that leave the
+            format by design, never activations.
+        predicted, predicted_fp32: totals of this plan and of the all-FP32 plan (modelled).
+        budget_bytes: the peak that was allowed, or None.
+        gap: (objective − proven lower bound) / objective, 0.0 when proven optimal.
+        binding: the constraint that holds the plan back, for people.
+        policy, graph_fingerprint, device: what it was made from.
+    """
+
+    assignments: tuple[Assignment, ...]
+    storages: tuple[Storage, ...] = ()
+    regions: tuple[Region, ...] = ()
+    saturating: tuple[str, ...] = ()
+    predicted: Totals | None = None
+    predicted_fp32: Totals | None = None
+    budget_bytes: int | None = None
+    gap: float = 0.0
+    binding: str = "nothing"
+    policy: str = ""
+    graph_fingerprint: str = ""
+    device: str = ""
+
+    def __post_init__(self) -> None:
+        keys = [(a.op, a.role) for a in self.assignments]
+        if len(set(keys)) != len(keys):
+            raise PlanError("a plan must assign each (op, role) at most once")
+        tensors = [s.tensor for s in self.storages]
+        if len(set(tensors)) != len(tensors):
+            raise PlanError("a plan must store each tensor at most once")
+
+    @cached_property
+    def format_of(self) -> dict[tuple[str, Role], str]:
+        """(op, role) → format name."""
+        return {(a.op, a.role): a.format for a in self.assignments}
+
+    @cached_property
+    def storage_of(self) -> dict[str, str]:
+        """Tensor id → storage name."""
+        return {s.tensor: s.format for s in self.storages}
+
+    @property
+    def is_identity(self) -> bool:
+        """True if nothing is changed: every format fp32, every storage as it is."""
+        return all(a.format == "fp32" for a in self.assignments) and all(s.format == AS_IS for s in self.storages)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the decisions alone (not of reasons and predictions)."""
+        body = (
+            sorted((a.op, str(a.role), a.format) for a in self.assignments),
+            sorted((s.tensor, s.format) for s in self.storages),
+            sorted((r.ops, r.scale_log2) for r in self.regions),
+            sorted(self.saturating),
+        )
+        return hashlib.sha256(repr(body).encode()).hexdigest()[:16]
+
+    def formats_used(self) -> tuple[str, ...]:
+        """Names of every compute format and narrow storage in use, sorted."""
+        compute = {a.format for a in self.assignments}
+        kept = {f"{s.format} storage" for s in self.storages if s.format != AS_IS}
+        return tuple(sorted(compute | kept))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened during the run. The first plan plus the events give the current plan.
+
+    Attributes:
+        step: optimizer steps completed before it.
+        kind: "calibrated", "planned", "promoted", "bad_step", "warning", "unwrapped".
+        op: the op concerned, or "".
+        was, now: formats before and after, or "".
+        trigger: "overflow", "saturation", "nonfinite", ...
+        evidence: one sentence with the measured figures.
+    """
+
+    step: int
+    kind: str
+    op: str = ""
+    was: str = ""
+    now: str = ""
+    trigger: str = ""
+    evidence: str = ""

@@ -1,0 +1,28 @@
+"""Strict reading and atomic writing of policies, plans, devices, profiles and events."""
+
+from autoprec.serial.profiles import read_profile, write_profile
+from autoprec.serial.values import (
+    event_from_json_line,
+    event_to_json_line,
+    load_policy,
+    policy_names,
+    read_device,
+    read_plan,
+    read_policy,
+    write_device,
+    write_plan,
+)
+
+__all__ = [
+    "event_from_json_line",
+    "event_to_json_line",
+    "load_policy",
+    "policy_names",
+    "read_device",
+    "read_plan",
+    "read_policy",
+    "read_profile",
+    "write_device",
+    "write_plan",
+    "write_profile",
+]

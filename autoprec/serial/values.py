@@ -1,0 +1,171 @@
+"""Policies, plans, devices and events: their files and lines."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from autoprec.devices import Device
+from autoprec.errors import DeviceError, InputError, PlanError, PolicyError, nearest
+from autoprec.plans import Event, Plan
+from autoprec.policies import Policy, described, dotted, policy_problems
+from autoprec.serial.codec import Problem, decode, encode, refused
+from autoprec.serial.files import PathLike, read_tree, write_atomic
+from autoprec.serial.trees import Node, Source, dump_yaml, parse_json
+
+__all__ = [
+    "event_from_json_line",
+    "event_to_json_line",
+    "load_policy",
+    "policy_names",
+    "read_device",
+    "read_plan",
+    "read_policy",
+    "write_device",
+    "write_plan",
+]
+
+VERSION = 1
+POLICY_LIMIT = 64 << 10
+VALUE_LIMIT = 16 << 20
+
+T = TypeVar("T")
+
+
+# -- policies ------------------------------------------------------------------------------------------------------
+
+
+def read_policy(path: PathLike) -> Policy:
+    """The policy in a YAML file; `PolicyError` with every problem and its place."""
+    source = Source(os.fspath(path), PolicyError)
+    root = read_tree(source, POLICY_LIMIT)
+    if not isinstance(root.value, dict):
+        raise source.refused_at(root.line, root.column, f"a policy must be a mapping, not {described(root.value)}")
+    try:
+        return Policy.model_validate(root.plain)
+    except ValidationError as error:
+        problems = [
+            Problem(*_place(root, at, of_key), dotted(at).removesuffix(": "), what)
+            for at, what, of_key in policy_problems(error)
+        ]
+        raise refused(problems, source) from error
+
+
+def _place(root: Node, at: tuple[str | int, ...], of_key: bool) -> tuple[int, int]:
+    """Where the value is, or its key, or what should hold it."""
+    node, place = root, (root.line, root.column)
+    for part in at:
+        if isinstance(node.value, dict) and isinstance(part, str) and part in node.value:
+            place = node.keys[part]
+            node = node.value[part]
+        elif isinstance(node.value, list) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+            place = node.line, node.column
+        else:
+            return node.line, node.column
+    return place if of_key else (node.line, node.column)
+
+
+def _policy_folder() -> Path:
+    """In a wheel inside the package, in a checkout beside it."""
+    package = Path(__file__).resolve().parents[1]
+    packed = package / "_policies"
+    return packed if packed.is_dir() else package.parent / "policies"
+
+
+def policy_names() -> tuple[str, ...]:
+    """Names of the policies that come with autoprec, sorted."""
+    return tuple(sorted(path.stem for path in _policy_folder().glob("*.yaml")))
+
+
+def load_policy(policy: str | os.PathLike[str] | Policy) -> Policy:
+    """A policy by name, by path (a string with a separator or ending in .yaml, .yml or .json), or itself."""
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, os.PathLike):
+        return read_policy(policy)
+    if not isinstance(policy, str):
+        raise PolicyError(f"a policy must be a name, a path or a Policy, not {described(policy)}")
+    separators = [s for s in (os.sep, os.altsep) if s]
+    if policy.endswith((".yaml", ".yml", ".json")) or any(s in policy for s in separators):
+        return read_policy(policy)
+    if policy not in policy_names():
+        raise PolicyError(
+            f"unknown policy {policy[:60]!r}.{nearest(policy, policy_names())} A path ends in .yaml or holds a {os.sep}"
+        )
+    return read_policy(_policy_folder() / f"{policy}.yaml")
+
+
+# -- plans and devices ---------------------------------------------------------------------------------------------
+
+
+def read_plan(path: PathLike) -> Plan:
+    """The plan in a YAML file (JSON if it ends in .json)."""
+    return _read(path, "plan", Plan, PlanError)
+
+
+def write_plan(path: PathLike, plan: Plan) -> None:
+    """Write a plan as YAML (JSON if the path ends in .json): the same bytes every time."""
+    _write(path, "plan", plan, PlanError)
+
+
+def read_device(path: PathLike) -> Device:
+    """The device in a JSON file (YAML if it does not end in .json)."""
+    return _read(path, "device", Device, DeviceError)
+
+
+def write_device(path: PathLike, device: Device) -> None:
+    """Write a device as JSON (YAML if the path does not end in .json): the same bytes every time."""
+    _write(path, "device", device, DeviceError)
+
+
+def _read(path: PathLike, name: str, kind: type[T], error: type[InputError]) -> T:
+    source = Source(os.fspath(path), error)
+    root = read_tree(source, VALUE_LIMIT)
+    if not isinstance(root.value, dict):
+        raise source.refused_at(root.line, root.column, f"a {name} must be a mapping, not {described(root.value)}")
+    header = root.value.pop("autoprec", None)
+    if header is None or header.value != name:
+        found = header or root
+        what = described(header.value) if header else "a file without that key"
+        raise source.refused_at(found.line, found.column, f"expected `autoprec: {name}`, not {what}")
+    version = root.value.pop("version", None)
+    if version is None or type(version.value) is not int or version.value != VERSION:
+        found = version or root
+        what = described(version.value) if version else "a file without that key"
+        newer = version is not None and type(version.value) is int and version.value > VERSION
+        advice = "; it was written by a newer autoprec: upgrade" if newer else ""
+        raise source.refused_at(found.line, found.column, f"expected `version: {VERSION}`, not {what}{advice}")
+    return decode(root, kind, source)
+
+
+def _write(path: PathLike, name: str, value: Any, error: type[InputError]) -> None:
+    try:
+        fields = sorted(encode(value).items(), key=lambda item: isinstance(item[1], list))
+        plain = {"autoprec": name, "version": VERSION, **dict(fields)}
+        if os.fspath(path).lower().endswith(".json"):
+            text = json.dumps(plain, indent=1, allow_nan=False) + "\n"
+        else:
+            text = dump_yaml(plain)
+        data = text.encode()
+    except (InputError, ValueError) as reason:
+        raise error(f"{os.fspath(path)}: this {name} cannot be written: {reason}") from reason
+    write_atomic(path, data, error)
+
+
+# -- events --------------------------------------------------------------------------------------------------------
+
+
+def event_to_json_line(event: Event) -> str:
+    """One line of JSON, without its end."""
+    return json.dumps(encode(event), allow_nan=False)
+
+
+def event_from_json_line(line: str, path: str = "event") -> Event:
+    """The event of a line; `InputError` that names `path` otherwise."""
+    source = Source(path, InputError)
+    return decode(parse_json(line, source), Event, source)

@@ -1,0 +1,687 @@
+"""The state of a run: one `Session` per compiled model.
+
+States: observing (calibration) → planned. Every change of executables happens at a step boundary. The session is the
+only thing that writes them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.optim.optimizer import Optimizer
+
+from autoprec.calibration.observer import ObservingInterpreter, StepObserver
+from autoprec.calibration.structure import StructureRecorder
+from autoprec.calibration.timing import measure_casts, time_ops
+from autoprec.devices import Device
+from autoprec.errors import InfeasibleError, InputError, NonFiniteError, NotCapturedError, PlanError
+from autoprec.execution import boundaries, dispatch
+from autoprec.execution.guard import (
+    BufferSnapshot,
+    GradientWatch,
+    OptimizerSnapshot,
+    PutAside,
+    calls_closure_once,
+)
+from autoprec.execution.replay import CallRecord, Offence, first_offence, record_call
+from autoprec.graphs import OpGraph, Role
+from autoprec.monitoring.judging import judge
+from autoprec.planning.planner import make_plan
+from autoprec.plans import Assignment, Event, Plan
+from autoprec.policies import Policy
+from autoprec.profiles import Profile
+from autoprec.rewriting.rewrite import Rewritten, rewrite
+from autoprec.serial import event_to_json_line
+from autoprec.tracing.bindings import Binding, SiteRegister, bind
+from autoprec.tracing.templates import Template
+
+__all__ = ["Session", "session_of"]
+
+#: Elements per tensor that a monitored step looks at: 1/16 of what calibration looks at.
+MONITOR_SAMPLE_LIMIT = 1 << 12
+
+_sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
+
+
+def session_of(model: nn.Module) -> Session:
+    """The session of a compiled model. Raises `InputError` if it has none."""
+    found = _sessions.get(model)
+    if found is None:
+        raise InputError(
+            f"this {type(model).__name__} was not compiled by autoprec (a deepcopy is the plain FP32 model);"
+            " call autoprec.compile(model) first"
+        )
+    return found
+
+
+@dataclass(eq=False)
+class _Slot:
+    """What runs for one (template, owner): the one mutable slot, written by the session alone."""
+
+    binding: Binding
+    trains: bool
+    rewritten: Rewritten | None = None
+    calls: int = 0
+
+    @property
+    def module(self) -> fx.GraphModule:
+        return self.binding.template.module if self.rewritten is None else self.rewritten.module
+
+
+class Session:
+    """The state of one compiled model's run. Made by `autoprec.compile`.
+
+    Attributes:
+        policy: what was asked for.
+        plan: what runs now; None while calibrating.
+        profile: what calibration recorded so far; None before the first observed step.
+        graph: the captured ops; None before the first observed step.
+        device: measured timings; None until a plan was made.
+        events: everything that happened, oldest first.
+        steps: optimizer steps completed, bad ones not counted.
+        step_was_skipped: whether the last step was vetoed; for learning-rate schedulers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy,
+        *,
+        budget: str | int | None,
+        plan: Plan | None,
+        device: Device | None,
+        events_path: Path | None,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self.policy = policy if budget is None else policy.replaced(budget=budget)
+        self.plan, self.device = plan, device
+        self._given_plan = plan is not None
+        self._events_path = events_path
+        self.profile: Profile | None = None
+        self.graph: OpGraph | None = None
+        self.events: list[Event] = []
+        self.steps = 0
+        self.skipped_steps = 0
+        self.step_was_skipped = False
+        self._names: dict[int, list[str]] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
+        for fqn, p in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(p), []).append(fqn)
+        for fqn, p in model.named_parameters():
+            self._parameters[fqn] = p
+        if not self._parameters:
+            raise InputError(f"{type(model).__name__} has no parameters: there is nothing to schedule")
+        _refuse_half(self._parameters)
+        self._sites = SiteRegister()
+        self._slots: dict[tuple[Template, tuple[int, ...]], _Slot] = {}
+        self.unowned: set[Template] = set()
+        self._banned: set[tuple[str, str]] = set()
+        self._observer: StepObserver | None = None
+        self._structure: StructureRecorder | None = None
+        self._window: Profile | None = None
+        self._window_steps = 0
+        # The step in progress.
+        self._in_step = False
+        self._observe_step = False
+        self._judged_bad = False
+        self._covered: set[str] = set()
+        self._entered = False
+        self._parts: list[nn.Module] = []
+        self._calls: list[CallRecord] = []
+        self._aside: dict[int, list[PutAside]] = {}
+        self._snapshots: dict[int, OptimizerSnapshot] = {}
+        self._bad_in_row = 0
+        self._incident: str = ""
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._autocast_noticed = False
+        self._paused = False
+        dispatch.adopt(list(self._parameters.values()), self)
+        dispatch.install(model, self)
+        self._watch = GradientWatch(self._parameters)
+        self._buffers = BufferSnapshot(model)
+        boundaries.listen(self)
+        _sessions[model] = self
+
+    # What people read ------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The compiled model."""
+        model = self._model()
+        if model is None:
+            raise InputError("the model of this session no longer exists")
+        return model
+
+    @property
+    def calibrating(self) -> bool:
+        """True until a plan was made."""
+        return self.plan is None
+
+    @property
+    def bindings(self) -> tuple[Binding, ...]:
+        """Every captured graph with its owner, in the order of first execution."""
+        return tuple(slot.binding for slot in self._slots.values())
+
+    def executed_calls(self) -> dict[str, int]:
+        """How often each (owner, template) ran, by its first op's id: for counting that each owner ran its own."""
+        return {slot.binding.ops[0].id: slot.calls for slot in self._slots.values() if slot.binding.ops}
+
+    # Running ---------------------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """The model, or a part of it that is captured on its own, is called (called by the dispatcher)."""
+        self._entered = True
+
+    def run(self, template: Template, arguments: Sequence[Any]) -> Any:
+        """Run a captured graph for the owner of its parameters (called by the dispatcher)."""
+        key = (template, tuple(id(arguments[p]) for p in template.parameter_positions))
+        slot = self._slots.get(key)
+        if slot is None:
+            slot = self._slots[key] = self._bind(template, arguments)
+        slot.calls += 1
+        self._notice_autocast()
+        if self._paused or not (slot.trains and torch.is_grad_enabled()):
+            return slot.module.forward(*arguments)
+        return self._run_training(slot, arguments)
+
+    def run_unowned(self, template: Template, arguments: Sequence[Any]) -> Any:
+        """A graph without parameters runs as the user wrote it, and is listed in `unowned`."""
+        self.unowned.add(template)
+        return template.module.forward(*arguments)
+
+    def _bind(self, template: Template, arguments: Sequence[Any]) -> _Slot:
+        buffer_names = {id(b): fqn for fqn, b in self.model.named_buffers()}
+        binding = bind(template, arguments, self._names, buffer_names, self._sites)
+        trains = any(self._parameters[f].requires_grad for f in binding.parameters.values())
+        slot = _Slot(binding=binding, trains=trains)
+        self._put_plan(slot)
+        return slot
+
+    def _put_plan(self, slot: _Slot) -> None:
+        """Give a slot the executable of the current plan; the identity plan runs the captured graph itself."""
+        slot.rewritten = None
+        if self.plan is not None and not self.plan.is_identity:
+            slot.rewritten = rewrite(slot.binding, self.plan, self._device_type)
+
+    @property
+    def _device_type(self) -> str:
+        return next(iter(self._parameters.values())).device.type
+
+    def _run_training(self, slot: _Slot, arguments: Sequence[Any]) -> Any:
+        self._begin_step()
+        self._covered.update(slot.binding.parameters.values())
+        record = record_call(slot.binding, arguments)
+        self._calls.append(record)
+        if self._observe_step and self._observer is not None:
+            origin = None if slot.rewritten is None else slot.rewritten.origin
+            outputs = ObservingInterpreter(slot.module, slot.binding, self._observer, origin).run(*arguments)
+        else:
+            outputs = slot.module.forward(*arguments)
+        for i, y in enumerate(outputs if isinstance(outputs, (tuple, list)) else (outputs,)):
+            if isinstance(y, Tensor) and y.requires_grad and not y.is_leaf:
+                y.register_hook(_keeper(record, i))
+        return outputs
+
+    def _begin_step(self) -> None:
+        """The first training forward after a boundary."""
+        if self._in_step:
+            return
+        self._in_step = True
+        self._judged_bad = False
+        self._incident = ""
+        self._covered.clear()
+        self._calls.clear()
+        self._watch.clear()
+        self._buffers.take()
+        interval = self.policy.monitor.interval_steps
+        monitored = self.plan is not None and not self.plan.is_identity and self.steps % interval == interval - 1
+        self._observe_step = self.calibrating or monitored
+        if self.calibrating:
+            if self.graph is None:
+                self._structure = StructureRecorder()
+            self._observer = StepObserver(structure=self._structure)
+        elif monitored:
+            self._observer = StepObserver(limit=MONITOR_SAMPLE_LIMIT, sensitivities=False)
+
+    def _notice_autocast(self) -> None:
+        if self._autocast_noticed or not torch.is_autocast_enabled(self._device_type):
+            return
+        self._autocast_noticed = True
+        self._event(
+            "warning",
+            trigger="autocast",
+            evidence="the model is called inside torch.autocast, which casts on top of the plan; remove it",
+        )
+
+    # The step boundary -----------------------------------------------------------------------------------------
+
+    def _owns(self, optimizer: Optimizer) -> bool:
+        return any(id(p) in self._names for group in optimizer.param_groups for p in group["params"])
+
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Veto a step with a non-finite gradient (called by torch's optimizer hooks)."""
+        if self._paused or not self._owns(optimizer):
+            return None
+        self._optimizers.add(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._check_coverage()
+            self._veto_if_bad(optimizer)
+            return None
+        if not calls_closure_once(optimizer):
+            self._snapshots[id(optimizer)] = OptimizerSnapshot(optimizer)
+
+        def guarded() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._check_coverage()
+            self._veto_if_bad(optimizer)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": guarded}
+        return (args[0], guarded, *args[2:]), kwargs
+
+    def _veto_if_bad(self, optimizer: Optimizer) -> None:
+        if not self._judged_bad and self._watch.verdict():
+            return
+        if not self._judged_bad:
+            self._judged_bad = True
+            self._attribute()
+            if self.policy.guard.nonfinite == "raise":
+                raise NonFiniteError(f"step {self.steps}: {self._incident}; parameters are unchanged")
+        self._aside.setdefault(id(optimizer), []).append(PutAside(optimizer))
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """End of an optimizer's step (called by torch's optimizer hooks)."""
+        if self._paused or not self._owns(optimizer):
+            return
+        snapshot = self._snapshots.pop(id(optimizer), None)
+        if snapshot is not None and self._judged_bad:
+            snapshot.restore(optimizer)
+        for aside in reversed(self._aside.pop(id(optimizer), [])):
+            aside.restore()
+        if self._in_step:
+            self._end_step()
+
+    def after_scaler_update(self) -> None:
+        """A GradScaler that skipped the step called no optimizer: the boundary is here."""
+        if self._in_step and not self._paused and not self._watch.verdict():
+            self._judged_bad = True
+            self._attribute()
+            self._end_step()
+
+    def step(self) -> None:
+        """Mark a step boundary by hand, for loops without a torch optimizer."""
+        if self._in_step:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        self._in_step = self._entered = False
+        self.step_was_skipped = self._judged_bad
+        if self._judged_bad:
+            self._bad_step()
+        else:
+            self.steps += 1
+            self._bad_in_row = 0
+        # Fresh gradients are accounted for; a second optimizer of the same step must not be asked about them again.
+        self._watch.fresh.clear()
+        self._calls.clear()
+        self._harvest(discard=self._judged_bad)
+
+    def _bad_step(self) -> None:
+        self._buffers.restore()
+        self.skipped_steps += 1
+        self._bad_in_row += 1
+        if self._bad_in_row >= self.policy.guard.patience_steps:
+            raise NonFiniteError(
+                f"{self._bad_in_row} bad steps in a row (guard.patience_steps {self.policy.guard.patience_steps});"
+                f" the last: {self._incident}. Parameters, buffers and optimizer state are as before them;"
+                " look at the data and the learning rate, or promote the named op by a rule"
+            )
+
+    def _check_coverage(self) -> None:
+        """Every parameter with a fresh gradient must have passed through a captured graph since the last step."""
+        missed = sorted(self._watch.fresh - self._covered)
+        if not missed or (self._entered and self._capture_parts(missed)):
+            return
+        modules = sorted({m.rpartition(".")[0] or type(self.model).__name__ for m in missed})
+        shown = ", ".join(modules[:5]) + (f" and {len(modules) - 5} more" if len(modules) > 5 else "")
+        text = (
+            f"{len(missed)} of {len(self._parameters)} parameters got gradients outside the captured graph"
+            f" (modules: {shown}). Call the model itself, model(x): calls of model.forward(x) or of a submodule go"
+            " round it"
+        )
+        if self.policy.uncaptured == "error":
+            raise NotCapturedError(text)
+        self._event("warning", trigger="uncaptured", evidence=text)
+        self._watch.fresh.clear()
+
+    def _capture_parts(self, missed: Sequence[str]) -> bool:
+        """Capture on their own the modules that graph breaks left in frames that Dynamo runs eagerly.
+
+        Frames of torch.nn classes are skipped by Dynamo unless a function of ours calls them. False if there is no
+        module left to try. The step that showed them is not observed.
+        """
+        names = {name for fqn in missed for name in self._names[id(self._parameters[fqn])]}
+        modules = {self.model.get_submodule(name.rpartition(".")[0]) for name in names}
+        new = [m for m in modules if m is not self.model and m not in self._parts]
+        if not new:
+            return False
+        for module in new:
+            dispatch.install(module, self)
+            self._parts.append(module)
+        self._event("warning", trigger="graph_break", evidence=f"captured on their own: {', '.join(sorted(names))}")
+        self._watch.fresh.clear()
+        self._structure = None
+        self._observe_step = False
+        if self._observer is not None:
+            self._observer.harvest()
+            self._observer = None
+        return True
+
+    # Calibration, planning, monitoring -------------------------------------------------------------------------
+
+    def _harvest(self, *, discard: bool) -> None:
+        observer, self._observer = self._observer, None
+        if not self._observe_step or observer is None:
+            return
+        self._observe_step = False
+        if discard:
+            observer.harvest()
+            return
+        if self.calibrating:
+            self._harvest_calibration(observer)
+            if self.profile is not None and self.profile.steps >= self.policy.calibration.steps:
+                self.make_plan()
+        else:
+            assert self.graph is not None or self._given_plan
+            fingerprint = self.graph.fingerprint if self.graph is not None else ""
+            seen = observer.harvest(fingerprint)
+            self._window = seen if self._window is None else self._window.merge(seen)
+            if self.steps - self._window_steps >= self.policy.monitor.window_steps:
+                self._judge_window()
+
+    def _harvest_calibration(self, observer: StepObserver) -> None:
+        if self.graph is None:
+            assert self._structure is not None
+            self.graph = self._graph(self._structure)
+            self._structure.release()
+        seen = observer.harvest(self.graph.fingerprint)
+        self.profile = seen if self.profile is None else self.profile.merge(seen)
+
+    def _graph(self, structure: StructureRecorder) -> OpGraph:
+        sizes = {f: p.numel() * p.element_size() for f, p in self._parameters.items()}
+        outputs: set[str] = set()
+        for slot in self._slots.values():
+            for node in slot.binding.template.module.graph.nodes:
+                if node.op == "output":
+                    outputs |= {slot.binding.tensor_id[n] for n in node.all_input_nodes if n in slot.binding.tensor_id}
+        return structure.graph(
+            model=type(self.model).__name__,
+            parameter_bytes=sum(sizes.values()) + sum(b.numel() * b.element_size() for b in self.model.buffers()),
+            gradient_bytes=sum(n for f, n in sizes.items() if self._parameters[f].requires_grad),
+            optimizer_bytes=0,
+            outputs=outputs,
+        )
+
+    def _optimizer_bytes(self) -> int:
+        """Bytes of the optimizers' state: asked of the optimizers seen, otherwise of the policy's name for one."""
+        measured = sum(
+            v.numel() * v.element_size()
+            for optimizer in self._optimizers
+            for state in optimizer.state.values()
+            for v in state.values()
+            if isinstance(v, Tensor)
+        )
+        assert self.graph is not None
+        per_parameter = {"sgd_momentum": 1, "rmsprop": 1, "adam": 2, "adamw": 2}.get(self.policy.optimizer, 0)
+        return measured or per_parameter * self.graph.gradient_bytes
+
+    def make_plan(self) -> Plan:
+        """Plan from what calibration recorded, and run it from the next step on.
+
+        Raises `InputError` if nothing was observed yet, `InfeasibleError` if no plan keeps the budgets.
+        """
+        if self.graph is None or self.profile is None:
+            raise InputError("nothing was observed yet: run at least one training step, or pass batches= and loss_fn=")
+        self.graph = replace(self.graph, optimizer_bytes=self._optimizer_bytes())
+        self.policy.check_against(self.graph)
+        if self._structure is not None:
+            known = self.device if self.device is not None else measure_casts(self._device_type)
+            self.device = time_ops(self._structure.cases, self.policy.formats, known)
+        assert self.device is not None
+        plan = make_plan(
+            self.graph,
+            self.profile,
+            self.device,
+            self.policy,
+            banned=frozenset(self._banned),
+        )
+        self._adopt(plan)
+        self._event("planned", evidence=f"{', '.join(plan.formats_used()) or 'fp32'}; binding: {plan.binding}")
+        return plan
+
+    def _adopt(self, plan: Plan) -> None:
+        self.plan = plan
+        for slot in self._slots.values():
+            self._put_plan(slot)
+
+    def _judge_window(self) -> None:
+        window, self._window, self._window_steps = self._window, None, self.steps
+        if window is None or self.plan is None or self.graph is None:
+            return
+        verdicts = judge(self.plan, self.graph, window, self.policy.monitor)
+        for v in verdicts:
+            self._promote(v.op, v.format, v.trigger, v.evidence)
+        if verdicts:
+            self._replan()
+
+    def _promote(self, op: str, fmt: str, trigger: str, evidence: str) -> None:
+        self._banned.add((op, fmt))
+        self._event("promoted", op=op, was=fmt, now="", trigger=trigger, evidence=evidence)
+
+    def _replan(self) -> None:
+        """Solve again without what was banned; the promotions' events get the formats that came out."""
+        assert self.plan is not None
+        before = self.plan
+        try:
+            if self.graph is None or self.profile is None or self.device is None:
+                raise InfeasibleError("the plan came from a file, without the profile that it was made from")
+            plan = make_plan(
+                self.graph,
+                self.profile,
+                self.device,
+                self.policy,
+                budget_bytes=before.budget_bytes,
+                banned=frozenset(self._banned),
+            )
+        except InfeasibleError as error:
+            plan = _without(before, self._banned)
+            self._event(
+                "warning",
+                trigger="budget",
+                evidence=f"the promoted ops run in fp32 outside the budgets: {error}",
+            )
+        self._adopt(plan)
+        for i, e in enumerate(self.events):
+            if e.kind == "promoted" and not e.now:
+                now = plan.format_of.get((e.op, Role.OUTPUT), "fp32")
+                self.events[i] = replace(e, now=now)
+                self._write(self.events[i])
+
+    # Incidents -------------------------------------------------------------------------------------------------
+
+    def _attribute(self) -> None:
+        """Find the first offender of a bad step by replay; if a narrow format is the cause, promote it."""
+        found, cause = self._find_offence()
+        bad = sorted(self._watch.bad)
+        if found is None:
+            self._incident = f"non-finite gradient of {', '.join(bad[:3]) or 'unknown parameters'}"
+            self._event("bad_step", trigger="nonfinite", evidence=self._incident)
+            return
+        where = "result" if found.where == "forward" else "gradient"
+        origin = "its inputs were finite" if found.inputs_finite else "what it was given was not finite already"
+        self._incident = (
+            f"{found.op}: {found.nonfinite} of {found.elements} elements of its {where} are not finite; {origin},"
+            f" largest input {found.amax:.4g}"
+        )
+        trigger = "overflow" if cause else "nonfinite"
+        self._event("bad_step", op=found.op, was=cause, trigger=trigger, evidence=self._incident)
+        if cause:
+            self._promote(found.op, cause, "overflow", f"{self._incident}; finite in fp32")
+            self._replan()
+
+    def _find_offence(self) -> tuple[Offence | None, str]:
+        """The first offender, and the narrow format that is to blame ("" if FP32 fails there as well)."""
+        buffers = self._buffers.values()
+        for record in self._calls:
+            slot = next(s for s in self._slots.values() if s.binding is record.binding)
+            origin = None if slot.rewritten is None else slot.rewritten.origin
+            found = first_offence(record, slot.module, buffers, origin)
+            if found is None:
+                continue
+            if slot.rewritten is None or self.plan is None:
+                return found, ""
+            plain = first_offence(record, record.binding.template.module, buffers)
+            if plain is not None and plain.op == found.op:
+                return found, ""
+            return self._blame(found, record.binding)
+        return None, ""
+
+    def _blame(self, found: Offence, binding: Binding) -> tuple[Offence, str]:
+        """The offender itself, or the nearest op before it, that runs in a narrow format."""
+        assert self.plan is not None
+        ops = {op.id: op for op in binding.ops}
+        producer = {t: op.id for op in binding.ops for t in op.outputs}
+        queue, seen = [found.op], set()
+        while queue:
+            op_id = queue.pop(0)
+            seen.add(op_id)
+            for role in Role:
+                fmt = self.plan.format_of.get((op_id, role), "fp32")
+                if fmt != "fp32":
+                    return replace(found, op=op_id), fmt
+            queue += [producer[t] for _, t in ops[op_id].inputs if t in producer and producer[t] not in seen]
+        return found, ""
+
+    # Events ----------------------------------------------------------------------------------------------------
+
+    def _event(self, kind: str, **fields: str) -> None:
+        event = Event(step=self.steps, kind=kind, **fields)
+        self.events.append(event)
+        if kind != "promoted":  # written once its new format is known
+            self._write(event)
+
+    def _write(self, event: Event) -> None:
+        if self._events_path is not None:
+            with self._events_path.open("a", encoding="utf-8") as file:
+                file.write(event_to_json_line(event) + "\n")
+
+    # Up-front calibration, and the end -------------------------------------------------------------------------
+
+    def calibrate(self, batches: Iterable[Any], loss_fn: Callable[[nn.Module, Any], Tensor]) -> Profile:
+        """Observe forward and backward passes over `calibration.steps` batches, without an optimizer step.
+
+        Gradients, buffers and random state are bitwise as before afterwards. Raises `InputError` if there are no
+        batches or the loss is not a scalar.
+        """
+        if self.plan is not None:
+            raise InputError("this session has a plan already; autoprec.unwrap(model) first")
+        kept = {f: p.grad for f, p in self._parameters.items()}
+        rng = torch.get_rng_state()
+        wanted = self.policy.calibration.steps
+        seen = 0
+        try:
+            for batch in batches:
+                if seen == wanted:
+                    break
+                for p in self._parameters.values():
+                    p.grad = None
+                self._calibration_step(batch, loss_fn)
+                seen += 1
+        finally:
+            torch.set_rng_state(rng)
+            for f, p in self._parameters.items():
+                p.grad = kept[f]
+        if self.profile is None or seen < 2:
+            raise InputError(f"calibration needs at least 2 batches with finite gradients, got {seen}")
+        return self.profile
+
+    def _calibration_step(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]) -> None:
+        loss = loss_fn(self.model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise InputError(f"loss_fn(model, batch) must return a scalar tensor, not {got}")
+        if self._observer is not None:
+            self._observer.output(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._check_coverage()
+        bad = not self._watch.verdict()
+        self._in_step = False
+        self._buffers.restore()
+        observer, self._observer, self._observe_step = self._observer, None, False
+        if observer is None:
+            raise NotCapturedError("loss_fn ran no captured graph of this model; call model(...) in it")
+        if bad:
+            observer.harvest()
+            self._event("warning", trigger="nonfinite", evidence="a calibration batch had non-finite gradients")
+        else:
+            self._harvest_calibration(observer)
+
+    def close(self) -> None:
+        """Take everything off the model; it is the plain FP32 model again."""
+        model = self.model
+        for module in (model, *self._parts):
+            dispatch.uninstall(module)
+        dispatch.release(list(self._parameters.values()))
+        boundaries.unlisten(self)
+        self._watch.remove()
+        self._slots.clear()
+        self._calls.clear()
+        _sessions.pop(model, None)
+        self._event("unwrapped")
+
+
+def _keeper(record: CallRecord, index: int) -> Callable[[Tensor], None]:
+    def keep(g: Tensor) -> None:
+        record.output_gradients[index] = g
+
+    return keep
+
+
+def _refuse_half(parameters: dict[str, nn.Parameter]) -> None:
+    half = [f for f, p in parameters.items() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)]
+    if half:
+        raise InputError(
+            f"{len(half)} trainable parameters are {parameters[half[0]].dtype} ({half[0]}, …); autoprec keeps FP32"
+            " masters and casts per op: pass the model in FP32 (model.float())"
+        )
+
+
+def _without(plan: Plan, banned: set[tuple[str, str]]) -> Plan:
+    """The plan with banned (op, format) pairs in FP32."""
+
+    def fix(a: Assignment) -> Assignment:
+        return replace(a, format="fp32", reason="promoted") if (a.op, a.format) in banned else a
+
+    return replace(plan, assignments=tuple(fix(a) for a in plan.assignments))
+
+
+def check_plan_fits(plan: Plan, bindings: Iterable[Binding]) -> None:
+    """Raise `PlanError` if the plan names ops that none of the captured graphs has."""
+    known = {op.id for binding in bindings for op in binding.ops}
+    unknown = sorted({a.op for a in plan.assignments} - known)
+    if unknown:
+        raise PlanError(
+            f"{len(unknown)} ops of the plan are not in this model, the first: {unknown[0]}."
+            " The plan was made for another model or input; calibrate this one"
+        )

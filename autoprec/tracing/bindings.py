@@ -1,0 +1,331 @@
+"""A template bound to the owner of its parameters: every node gets its op id, every value its tensor id."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoprec.graphs import OpClass
+from autoprec.tracing.kinds import CONVS, class_of, inplace_target, is_user_cast, kind_of, returns_float32
+from autoprec.tracing.templates import Path, Template, module_path, user_frame
+
+__all__ = ["Binding", "OpNode", "SiteRegister", "bind"]
+
+
+class SiteRegister:
+    """Numbers the call sites of each (module, kind) in the order in which they are first seen.
+
+    A site is a source line and its occurrence in the graph, so that train and eval graphs, recompiled graphs and the
+    pieces left by graph breaks agree on an op's id.
+    """
+
+    def __init__(self) -> None:
+        self._sites: dict[tuple[str, str], list[tuple[str, int]]] = {}
+
+    def number(self, fqn: str, kind: str, frame: str, occurrence: int) -> int:
+        """Place of a site among those of its kind in its module."""
+        sites = self._sites.setdefault((fqn, kind), [])
+        site = (frame, occurrence)
+        if site not in sites:
+            sites.append(site)
+        return sites.index(site)
+
+
+@dataclass(frozen=True, eq=False)
+class OpNode:
+    """One op of a bound template.
+
+    Attributes:
+        node: the fx node.
+        id, kind, op_class, fqn: as in `graphs.Op`.
+        inputs: (argument node, tensor id) for every tensor argument, in order.
+        outputs: ids of what it returns.
+        weights: FQNs of the parameters among its arguments.
+        inplace: the node whose memory it changes, None if none or if it can run out of place (`functional`).
+        functional: True if an in-place spelling may run out of place, because nobody else sees the memory.
+        pinned: True if the user's own casts promise FP32 here.
+    """
+
+    node: fx.Node
+    id: str
+    kind: str
+    op_class: OpClass
+    fqn: str
+    inputs: tuple[tuple[fx.Node, str], ...]
+    outputs: tuple[str, ...]
+    weights: tuple[str, ...]
+    inplace: fx.Node | None
+    functional: bool
+    pinned: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """A template and its owner.
+
+    Attributes:
+        template: the shared graph.
+        parameters: placeholder → FQN.
+        buffers: placeholder → FQN.
+        ops: in execution order; nodes that touch no floating-point tensor are not among them.
+        tensor_id: node → id of the (single) tensor that it stands for.
+        op_of: node → op.
+    """
+
+    template: Template
+    parameters: Mapping[fx.Node, str]
+    buffers: Mapping[fx.Node, str]
+    ops: tuple[OpNode, ...]
+    tensor_id: Mapping[fx.Node, str]
+
+    @property
+    def op_of(self) -> dict[fx.Node, OpNode]:
+        """Node → op."""
+        return {op.node: op for op in self.ops}
+
+
+class _Owner:
+    """Maps template module paths to FQNs of the owner."""
+
+    def __init__(self, pairs: Sequence[tuple[Path, Path]]) -> None:
+        self._fqn: dict[Path, Path] = {}
+        for path, fqn in pairs:
+            if not path or not fqn or path[-1] != fqn[-1]:
+                continue
+            p, f = path[:-1], fqn[:-1]
+            self._fqn.setdefault(p, f)
+            while p and f and p[-1] == f[-1]:
+                p, f = p[:-1], f[:-1]
+                self._fqn.setdefault(p, f)
+        roots = {p[:1] for p in self._fqn if p}
+        self._root = next(iter(roots)) if len(roots) == 1 else ()
+
+    def fqn(self, path: Path) -> str:
+        path = path or self._root
+        for cut in range(len(path), 0, -1):
+            known = self._fqn.get(path[:cut])
+            if known is not None:
+                return ".".join(known + path[cut:])
+        return ".".join(path[1:])
+
+
+def _closest_name(path: Path, names: Sequence[str]) -> str:
+    """Of a tied parameter's FQNs, the one that shares the longest tail with the template path."""
+
+    def shared(name: str) -> int:
+        tail = 0
+        for a, b in zip(reversed(path), reversed(name.split(".")), strict=False):
+            if a != b:
+                break
+            tail += 1
+        return tail
+
+    return max(names, key=shared)
+
+
+def bind(
+    template: Template,
+    arguments: Sequence[Any],
+    names: Mapping[int, Sequence[str]],
+    buffer_names: Mapping[int, str],
+    sites: SiteRegister,
+) -> Binding:
+    """Bind a template to whoever calls it with `arguments`.
+
+    names: id(parameter) → its FQNs, the canonical one first. buffer_names: id(buffer) → FQN.
+    """
+    parameters: dict[fx.Node, str] = {}
+    pairs: list[tuple[Path, Path]] = []
+    for position, path in zip(template.parameter_positions, template.parameter_paths, strict=True):
+        fqns = names.get(id(arguments[position]))
+        if not fqns:
+            continue
+        parameters[template.placeholders[position]] = fqns[0]
+        pairs.append((path, tuple(_closest_name(path, fqns).split("."))))
+    buffers = {
+        node: buffer_names[id(value)]
+        for node, value in zip(template.placeholders, arguments, strict=True)
+        if id(value) in buffer_names
+    }
+    walk = _Walk(template, parameters, buffers, _Owner(pairs), sites)
+    for node in template.module.graph.nodes:
+        walk.visit(node)
+    return Binding(
+        template=template,
+        parameters=parameters,
+        buffers=buffers,
+        ops=tuple(walk.ops),
+        tensor_id=walk.tensor_id,
+    )
+
+
+class _Walk:
+    """One pass over a template's nodes that names everything."""
+
+    def __init__(
+        self,
+        template: Template,
+        parameters: Mapping[fx.Node, str],
+        buffers: Mapping[fx.Node, str],
+        owner: _Owner,
+        sites: SiteRegister,
+    ) -> None:
+        self.template, self.parameters, self.buffers, self.owner, self.sites = (
+            template,
+            parameters,
+            buffers,
+            owner,
+            sites,
+        )
+        self.ops: list[OpNode] = []
+        self.tensor_id: dict[fx.Node, str] = {}
+        self._parts: dict[fx.Node, tuple[str, ...]] = {}
+        self._promised: set[fx.Node] = set()
+        self._functional: set[fx.Node] = set()
+        self._seen: Counter[tuple[str, str, str]] = Counter()
+
+    def visit(self, node: fx.Node) -> None:
+        value = node.meta.get("example_value")
+        if node.op == "placeholder":
+            if isinstance(value, torch.Tensor):
+                self.tensor_id[node] = self._input_id(node)
+        elif node.op == "get_attr":
+            if isinstance(value, torch.Tensor):
+                self.tensor_id[node] = f"input:{self.template.number}.{node.target}"
+        elif node.op in ("call_function", "call_method"):
+            if not self._is_part(node):
+                self._visit_call(node, value)
+
+    def _input_id(self, node: fx.Node) -> str:
+        if node in self.parameters:
+            return f"param:{self.parameters[node]}"
+        if node in self.buffers:
+            return f"buffer:{self.buffers[node]}"
+        return f"input:{self.template.number}.{node.name}"
+
+    def _is_part(self, node: fx.Node) -> bool:
+        """`getitem` that only picks one result of an op with several."""
+        if kind_of(node) != "getitem" or not node.args:
+            return False
+        source, index = node.args[0], node.args[1]
+        if not isinstance(source, fx.Node) or source not in self._parts or not isinstance(index, int):
+            return False
+        parts = self._parts[source]
+        if isinstance(node.meta.get("example_value"), torch.Tensor) and -len(parts) <= index < len(parts):
+            self.tensor_id[node] = parts[index]
+            if source in self._promised:
+                self._promised.add(node)
+        return True
+
+    def _visit_call(self, node: fx.Node, value: Any) -> None:
+        results = [v for v in value if isinstance(v, torch.Tensor)] if isinstance(value, (tuple, list)) else [value]
+        results = [v for v in results if isinstance(v, torch.Tensor)]
+        arguments = [n for n in node.all_input_nodes if n in self.tensor_id]
+        changed = inplace_target(node)
+        floats = [v for v in results if v.is_floating_point() or v.is_complex()]
+        read_floats = [n for n in arguments if n.meta["example_value"].is_floating_point()]
+        if not results and changed is None:
+            return
+        kind = kind_of(node)
+        fqn = self.owner.fqn(module_path(node))
+        frame = user_frame(node)
+        self._seen[(fqn, kind, frame)] += 1
+        number = self.sites.number(fqn, kind, frame, self._seen[(fqn, kind, frame)] - 1)
+        op_id = f"{fqn}:{kind}#{number}"
+        outputs = self._name_results(node, op_id, value, len(results))
+        if not floats and not read_floats:
+            return
+        functional = changed is not None and self._may_run_out_of_place(node, changed)
+        if functional:
+            self._functional.add(node)
+        op_class = self._class(node, kind, changed if not functional else None, arguments)
+        pinned = self._promise(node, op_class, arguments)
+        weights = tuple(self.parameters[n] for n in arguments if n in self.parameters)
+        self.ops.append(
+            OpNode(
+                node=node,
+                id=op_id,
+                kind=kind,
+                op_class=op_class,
+                fqn=fqn,
+                inputs=tuple((n, self.tensor_id[n]) for n in arguments),
+                outputs=outputs,
+                weights=weights,
+                inplace=None if functional else changed,
+                functional=functional,
+                pinned=pinned,
+            )
+        )
+
+    def _name_results(self, node: fx.Node, op_id: str, value: Any, count: int) -> tuple[str, ...]:
+        if isinstance(value, torch.Tensor):
+            self.tensor_id[node] = op_id
+            return (op_id,)
+        if isinstance(value, (tuple, list)):
+            self._parts[node] = tuple(op_id if i == 0 else f"{op_id}.{i}" for i in range(len(value)))
+            return tuple(
+                name for name, v in zip(self._parts[node], value, strict=True) if isinstance(v, torch.Tensor)
+            )
+        return ()
+
+    def _class(self, node: fx.Node, kind: str, changed: fx.Node | None, arguments: Sequence[fx.Node]) -> OpClass:
+        """The table's class, narrowed by what this call looks like."""
+        op_class = class_of(kind)
+        if changed is not None:
+            # In-place ops compute in the format of the memory that they change.
+            return OpClass.VIEW if op_class in (OpClass.POINTWISE, OpClass.NORM, OpClass.VIEW) else op_class
+        if op_class in (OpClass.GEMM, OpClass.POINTWISE, OpClass.NORM):
+            if not returns_float32(node.meta.get("example_value")) or "out" in node.kwargs or "dtype" in node.kwargs:
+                return OpClass.WIDE
+            if any(n.meta["example_value"].dtype in (torch.float64, torch.complex64) for n in arguments):
+                return OpClass.WIDE
+        if op_class is OpClass.GEMM and not self._gemm_is_ours(node, kind):
+            return OpClass.WIDE
+        if op_class is OpClass.VIEW and sum(returns_float32(n.meta["example_value"]) for n in arguments) > 1:
+            return OpClass.WIDE
+        return op_class
+
+    def _gemm_is_ours(self, node: fx.Node, kind: str) -> bool:
+        """Linears and convolutions need a parameter as weight, products two operands of at least two dimensions."""
+        operands = [a for a in node.args[:2] if isinstance(a, fx.Node)]
+        if len(operands) < 2 or any(not returns_float32(n.meta.get("example_value")) for n in operands):
+            return kind == "scaled_dot_product_attention"
+        if kind == "scaled_dot_product_attention":
+            return True
+        if kind == "linear":
+            return operands[1] in self.parameters
+        if kind in CONVS:
+            x = operands[0].meta["example_value"]
+            padding = node.args[4] if len(node.args) > 4 else node.kwargs.get("padding", 0)
+            return operands[1] in self.parameters and x.dim() == int(kind[4]) + 2 and not isinstance(padding, str)
+        return all(n.meta["example_value"].dim() >= 2 for n in operands)
+
+    def _promise(self, node: fx.Node, op_class: OpClass, arguments: Sequence[fx.Node]) -> bool:
+        """After the user's own cast to FP32 the value stays FP32 until the next GEMM."""
+        if is_user_cast(node) or node.kwargs.get("dtype") is torch.float32:
+            if returns_float32(node.meta.get("example_value")):
+                self._promised.add(node)
+            return False
+        carried = op_class is not OpClass.GEMM and any(n in self._promised for n in arguments)
+        if carried:
+            self._promised.add(node)
+        return carried and op_class in (OpClass.POINTWISE, OpClass.NORM)
+
+    def _may_run_out_of_place(self, node: fx.Node, changed: fx.Node) -> bool:
+        """True for an in-place pointwise call on a fresh value that nobody else reads."""
+        if class_of(kind_of(node)) is not OpClass.POINTWISE or len(changed.users) != 1 or "out" in node.kwargs:
+            return False
+        if changed.op not in ("call_function", "call_method"):
+            return False
+        maker = class_of(kind_of(changed))
+        if maker not in (OpClass.GEMM, OpClass.NORM, OpClass.POINTWISE):
+            return False
+        if inplace_target(changed) is not None and changed not in self._functional:
+            return False
+        tensors = [n.meta["example_value"] for n in node.all_input_nodes if n in self.tensor_id]
+        return all(returns_float32(t) or not (t.is_floating_point() or t.is_complex()) for t in tensors)

@@ -1,0 +1,88 @@
+"""A captured graph as a template: its parameters by position, its modules by path.
+
+Dynamo shares one captured graph among identical blocks and instances. The graph's parameters are inputs, so their
+identity at call time says who runs. Module paths of the template are mapped to FQNs of the owner through them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["Template", "module_path", "user_frame"]
+
+_TOKEN = re.compile(r"\['([^']*)'\]|\.(\w+)|\[(\d+)\]")
+_CONTAINERS = {"_modules", "_parameters", "_buffers"}
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_numbers = itertools.count()
+
+Path = tuple[str, ...]
+
+
+def parse_path(source: str) -> Path:
+    """`L['model']._modules['blocks']._modules['0']` and `L['model'].blocks.0` → ("model", "blocks", "0")."""
+    parts = (next(p for p in groups if p) for groups in _TOKEN.findall(source) if any(groups))
+    return tuple(p for p in parts if p not in _CONTAINERS)
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """One graph from Dynamo, as it came.
+
+    Attributes:
+        module: the captured GraphModule; never changed.
+        placeholders: its inputs in order.
+        parameter_positions: indices of the inputs that are parameters.
+        parameter_paths: template path of each of them (from where Dynamo found it), or () if unknown.
+        number: order of capture in this process, to name inputs apart.
+    """
+
+    module: fx.GraphModule
+    placeholders: tuple[fx.Node, ...]
+    parameter_positions: tuple[int, ...]
+    parameter_paths: tuple[Path, ...]
+    number: int = field(default_factory=lambda: next(_numbers))
+
+    @classmethod
+    def capture(cls, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Template:
+        """From what Dynamo hands to a backend."""
+        placeholders = tuple(n for n in module.graph.nodes if n.op == "placeholder")
+        positions = tuple(i for i, v in enumerate(example_inputs) if isinstance(v, torch.nn.Parameter))
+        paths = tuple(_source_path(placeholders[i]) for i in positions)
+        return cls(module=module, placeholders=placeholders, parameter_positions=positions, parameter_paths=paths)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def _source_path(placeholder: fx.Node) -> Path:
+    grapharg = placeholder.meta.get("grapharg")
+    source = getattr(grapharg, "source", None)
+    if source is None:
+        return ()
+    name = source.name
+    return parse_path(name() if callable(name) else name)
+
+
+def module_path(node: fx.Node) -> Path:
+    """Template path of the innermost module that a node was traced in, () if Dynamo does not say."""
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return ()
+    path, _ = list(stack.values())[-1]
+    return parse_path(path)
+
+
+def user_frame(node: fx.Node) -> str:
+    """`file:line` of the innermost source line of a node: with an occurrence number, its call site."""
+    frames = _FRAME.findall(node.stack_trace or "")
+    if not frames:
+        return ""
+    file, line = frames[-1]
+    return f"{file.rsplit('/', 1)[-1]}:{line}"

@@ -1,0 +1,237 @@
+"""Graphs, profiles and devices made up for the planner's tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autoprec.devices import CastTiming, Device, OpTiming
+from autoprec.graphs import Op, OpClass, OpGraph, TensorKind, TensorSpec
+from autoprec.planning.brute_force import choices_count
+from autoprec.planning.problem import build_problem
+from autoprec.planning.values import Problem
+from autoprec.policies import Policy
+from autoprec.profiles import BINS, LossProfile, Profile, RangeHistogram, TensorProfile, WeightProfile
+
+FORMATS = ("fp32", "bf16", "fp16")
+STEPS = 4
+
+
+def histogram(x: np.ndarray, weights: np.ndarray | float = 1.0) -> RangeHistogram:
+    """The histogram of float32 values, as the calibration records it."""
+    x = np.abs(np.asarray(x, np.float32)).ravel()
+    w = np.broadcast_to(np.asarray(weights, np.float64), x.shape)
+    bins = (x.view(np.uint32) >> 21).astype(np.int64)
+    dense = np.zeros((BINS, 3))
+    for k in range(3):
+        dense[:, k] = np.bincount(bins, w * x.astype(np.float64) ** k, BINS)
+    return RangeHistogram.from_dense(dense, amax=float(x.max(initial=0.0)), elements=float(x.size))
+
+
+@dataclass
+class Maker:
+    """A graph, its profile and its device, op by op."""
+
+    rng: np.random.Generator
+    ops: list[Op] = field(default_factory=list)
+    tensors: dict[str, TensorSpec] = field(default_factory=dict)
+    weights: list[str] = field(default_factory=list)
+    x_scale: float = 1.0
+
+    def tensor(self, name: str, shape: tuple[int, ...], *, kind: TensorKind = TensorKind.ACTIVATION,
+               grad: bool = True, base: str | None = None, dtype: str = "float32") -> str:
+        self.tensors[name] = TensorSpec(
+            id=name, shape=shape, dtype=dtype, kind=kind, requires_grad=grad, base=base
+        )  # fmt: skip
+        return name
+
+    def grad(self, *names: str) -> bool:
+        return any(self.tensors[n].requires_grad for n in names)
+
+    def op(self, kind: str, op_class: OpClass, inputs: tuple[str, ...], shape: tuple[int, ...], *,
+           saves: tuple[str, ...] = (), base: str | None = None, weights: tuple[str, ...] = (), private: int = 0,
+           saves_output: bool = False, fqn: str = "", pinned: bool = False) -> str:
+        name = f"{fqn or 'm'}:{kind}#{len(self.ops)}"
+        out = self.tensor(name, shape, grad=self.grad(*inputs), base=base)
+        self.ops.append(
+            Op(id=name, kind=kind, op_class=op_class, fqn=fqn or "m", inputs=inputs, outputs=(out,), weights=weights,
+               saves=(*saves, out) if saves_output else saves, private_saved_bytes=private, pinned=pinned,
+               timing_key=f"{kind}{shape}")
+        )  # fmt: skip
+        return out
+
+    def linear(self, x: str, size: int, *, fqn: str = "", weight: str = "") -> str:
+        rows, width = self.tensors[x].shape
+        fqn = fqn or f"l{len(self.ops)}"
+        weight = weight or f"{fqn}.weight"
+        if f"param:{weight}" not in self.tensors:
+            self.tensor(f"param:{weight}", (size, width), kind=TensorKind.PARAMETER)
+            self.weights.append(weight)
+        inputs = (x, f"param:{weight}")
+        return self.op("linear", OpClass.GEMM, inputs, (rows, size), saves=inputs, weights=(weight,), fqn=fqn)
+
+    def norm(self, x: str) -> str:
+        shape, fqn = self.tensors[x].shape, f"n{len(self.ops)}"
+        scale = self.tensor(f"param:{fqn}.weight", shape[-1:], kind=TensorKind.PARAMETER)
+        return self.op("layer_norm", OpClass.NORM, (x, scale), shape, saves=(x, scale), weights=(f"{fqn}.weight",),
+                       private=8 * shape[0], fqn=fqn)  # fmt: skip
+
+    def graph(self, output: str) -> OpGraph:
+        spec = self.tensors[output]
+        self.tensors[output] = TensorSpec(
+            id=spec.id, shape=spec.shape, dtype=spec.dtype, kind=spec.kind, requires_grad=spec.requires_grad,
+            base=spec.base, is_output=True,
+        )  # fmt: skip
+        size = sum(t.numel * 4 for t in self.tensors.values() if t.kind is TensorKind.PARAMETER)
+        return OpGraph(model="Made", ops=tuple(self.ops), tensors=tuple(self.tensors.values()), parameter_bytes=size,
+                       gradient_bytes=size, optimizer_bytes=2 * size, input_bytes=64)  # fmt: skip
+
+    def profile(self, graph: OpGraph) -> Profile:
+        rng = self.rng
+        found = []
+        gemms = {op.outputs[0]: op for op in graph.ops if op.op_class is OpClass.GEMM and op.weights}
+        for t in graph.tensors:
+            x = rng.normal(size=64) * 10.0 ** rng.uniform(-2, 1) * self.x_scale
+            g = rng.normal(size=64) * 10.0 ** rng.uniform(-6, -2)
+            if not t.requires_grad:
+                found.append(TensorProfile(id=t.id, values=histogram(x)))
+                continue
+            found.append(
+                TensorProfile(
+                    id=t.id,
+                    values=histogram(x),
+                    loss=histogram(x, g**2),
+                    gradients=histogram(g),
+                    input_weight_grad=histogram(x, rng.gamma(1.0, size=64)) if t.id in gemms else None,
+                    gradient_weight_grad=histogram(g, rng.gamma(1.0, size=64) * 1e3) if t.id in gemms else None,
+                )
+            )
+        by_id = {t.id: t for t in found}
+        weights = []
+        for op in gemms.values():
+            energy = by_id[op.outputs[0]].input_weight_grad.energy / STEPS
+            mean, spread = rng.normal(size=8) * np.sqrt(energy / 8), energy * 10.0 ** rng.uniform(-2, 1)
+            squares = STEPS * float(mean @ mean) + (STEPS - 1) * spread
+            if op.weights[0] not in [w.fqn for w in weights]:
+                weights.append(WeightProfile(fqn=op.weights[0], grad_sum=mean * STEPS, grad_square_sum=squares,
+                                             fraction=1.0, steps=STEPS))  # fmt: skip
+        loss = LossProfile(steps=STEPS, total=8.0, square_total=16.0 + 10.0 ** rng.uniform(-4, 0))
+        return Profile(graph_fingerprint=graph.fingerprint, steps=STEPS, tensors=tuple(found),
+                       weights=tuple(weights), loss=loss if rng.random() < 0.6 else None)  # fmt: skip
+
+    def device(self, graph: OpGraph) -> Device:
+        rng = self.rng
+        roles = ("output", "grad_input", "grad_weight")
+        keys = dict.fromkeys(op.timing_key for op in graph.ops)
+        timings = tuple(
+            OpTiming(timing_key=k, role=r, format=f, seconds=float(rng.uniform(0.2, 1.5) if f != "fp32" else 1.0) * 1e-4)
+            for k in keys for r in roles for f in FORMATS
+        )  # fmt: skip
+        storages = (*FORMATS, "fp8_e4m3")
+        casts = tuple(
+            CastTiming(source=a, target=b, seconds_per_element=float(rng.uniform(0.1, 2.0)) * 1e-7,
+                       seconds_per_call=float(rng.uniform(0.0, 1.0)) * 1e-6)
+            for a in storages for b in storages if a != b
+        )  # fmt: skip
+        return Device(name="made up", type="cpu", native=FORMATS, timings=timings, casts=casts)
+
+
+@dataclass(frozen=True)
+class Case:
+    graph: OpGraph
+    profile: Profile
+    device: Device
+    policy: Policy
+    banned: frozenset[tuple[str, str]] = frozenset()
+
+    def problem(self, budget_bytes: int | None = None) -> Problem:
+        return build_problem(self.graph, self.profile, self.device, self.policy, budget_bytes=budget_bytes,
+                             banned=self.banned)  # fmt: skip
+
+
+def random_graph(rng: np.random.Generator) -> tuple[Maker, OpGraph]:
+    """Three to seven ops: linears, residual edges, views, copies, norms, in-place ops, tensors with many readers."""
+    make = Maker(rng)
+    width, rows = int(rng.integers(2, 6)), int(rng.integers(2, 6))
+    shape = (rows, width)
+    live = [make.tensor("input:x", shape, kind=TensorKind.INPUT, grad=bool(rng.random() < 0.2))]
+    linears = 0
+    for _ in range(int(rng.integers(3, 8))):
+        x = live[-1] if rng.random() < 0.6 else live[int(rng.integers(len(live)))]
+        y = live[int(rng.integers(len(live)))]
+        kind = str(rng.choice(["linear", "linear", "add", "relu", "gelu", "norm", "view", "copy", "softmax", "matmul",
+                               "relu_", "iadd"]))  # fmt: skip
+        if kind == "linear" and linears < 3:
+            linears += 1
+            tied = make.weights[0] if make.weights and rng.random() < 0.2 else ""
+            out = make.linear(x, width, weight=tied)
+        elif kind == "add":
+            out = make.op("add", OpClass.POINTWISE, (x, y), shape)
+        elif kind == "relu":
+            out = make.op("relu", OpClass.POINTWISE, (x,), shape, saves_output=True)
+        elif kind == "norm":
+            out = make.norm(x)
+        elif kind == "view":
+            out = make.op("view", OpClass.VIEW, (x,), shape, base=x)
+        elif kind == "copy":
+            out = make.op("contiguous", OpClass.VIEW, (x,), shape)
+        elif kind == "softmax":
+            out = make.op("softmax", OpClass.WIDE, (x,), shape, saves_output=True)
+        elif kind == "matmul":
+            out = make.op("matmul", OpClass.GEMM, (x, y), shape, saves=(x, y) if x != y else (x,))
+        elif kind == "relu_" and x != "input:x":
+            out = make.op("relu", OpClass.POINTWISE, (x,), shape, base=x, saves_output=True)
+        elif kind == "iadd" and x != "input:x" and x != y:
+            out = make.op("add", OpClass.POINTWISE, (x, y), shape, base=x)
+        else:
+            out = make.op("gelu", OpClass.POINTWISE, (x,), shape, saves=(x,))
+        live.append(out)
+    return make, make.graph(live[-1])
+
+
+def random_case(seed: int, *, most: int = 256) -> Case:
+    """A problem with at most `most` choices."""
+    rng = np.random.default_rng(seed)
+    make, graph = random_graph(rng)
+    formats = FORMATS if rng.random() < 0.5 else ("fp32", "bf16")
+    policy = Policy.model_validate({
+        "name": "made up",
+        "formats": formats,
+        "objective": "time" if rng.random() < 0.7 else "bytes",
+        "noise": {"gradient": 10.0 ** float(rng.uniform(-3.0, 0.0)), "loss": 10.0 ** float(rng.uniform(-6.0, -1.0))},
+        "storage": {"formats": ("fp8_e4m3",) if rng.random() < 0.8 else ()},
+    })  # fmt: skip
+    case = Case(graph, make.profile(graph), make.device(graph), policy)
+    banned: set[tuple[str, str]] = set()
+    while choices_count(problem := case.problem()) > most:
+        units = [u for u in problem.units if len(u.options) > 1]
+        unit = units[int(rng.integers(len(units)))]
+        banned.add((unit.op, str(rng.choice([f for f in unit.options if f != "fp32"]))))
+        case = Case(case.graph, case.profile, case.device, case.policy, frozenset(banned))
+    return case
+
+
+def transformer(layers: int = 12, *, width: int = 64, rows: int = 128, seed: int = 0) -> tuple[Maker, OpGraph]:
+    """Pre-norm blocks: norm, q/k/v, attention, projection, residual, norm, two linears with GELU, residual."""
+    make = Maker(np.random.default_rng(seed))
+    x = make.tensor("input:x", (rows, width), kind=TensorKind.INPUT, grad=False)
+    x = make.op("embedding", OpClass.WIDE, (x, make.tensor("param:embed", (32, width), kind=TensorKind.PARAMETER)),
+                (rows, width))  # fmt: skip
+    for i in range(layers):
+        h = make.norm(x)
+        q, k, v = (make.linear(h, width, fqn=f"b{i}.{n}") for n in "qkv")
+        views = [make.op("view", OpClass.VIEW, (t,), (rows, width), base=t) for t in (q, k, v)]
+        a = make.op("scaled_dot_product_attention", OpClass.GEMM, tuple(views), (rows, width), saves=tuple(views),
+                    saves_output=True, private=4 * rows)  # fmt: skip
+        a = make.op("contiguous", OpClass.VIEW, (a,), (rows, width))
+        a = make.linear(a, width, fqn=f"b{i}.o")
+        x = make.op("add", OpClass.POINTWISE, (x, a), (rows, width))
+        h = make.norm(x)
+        h = make.linear(h, 4 * width, fqn=f"b{i}.up")
+        h = make.op("gelu", OpClass.POINTWISE, (h,), (rows, 4 * width), saves=(h,))
+        h = make.linear(h, width, fqn=f"b{i}.down")
+        x = make.op("add", OpClass.POINTWISE, (x, h), (rows, width))
+    x = make.norm(x)
+    x = make.linear(x, 2 * width, fqn="head")
+    return make, make.graph(make.op("cross_entropy", OpClass.WIDE, (x,), (1,), saves=(x,)))

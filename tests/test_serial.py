@@ -1,0 +1,457 @@
+"""Strict reading and atomic writing: traps, positions, thousands of damaged files, exact round trips."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from autoprec import serial
+from autoprec.devices import CastTiming, Device, OpTiming
+from autoprec.errors import DeviceError, InputError, PlanError, PolicyError, ProfileError
+from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind, TensorSpec
+from autoprec.plans import Assignment, Event, Plan, Region, Storage, Totals
+from autoprec.policies import COMPUTE_FORMATS, STORAGE_FORMATS, Policy
+from autoprec.serial import files, values
+from autoprec.serial.trees import dump_yaml
+
+SHIPPED = ("balanced", "bf16", "memory", "observe", "safe", "speed")
+PLAN = Plan(
+    assignments=(
+        Assignment(op="0:linear#0", role=Role.OUTPUT, format="bf16", reason="no: it is 3× faster"),
+        Assignment(op="0:linear#0", role=Role.GRAD_WEIGHT, format="fp16", reason="1e-3"),
+    ),
+    storages=(Storage(tensor="input:x", format="fp8_e4m3", reason="yes"),),
+    regions=(Region(ops=("0:linear#0",), scale_log2=-12, reason="null\ntwo lines"),),
+    saturating=("mask",),
+    predicted=Totals(seconds=0.1 + 0.2, saved_bytes=2**40, peak_bytes=0, loss_sigma=5e-324, gradient_ratio=math.inf),
+    budget_bytes=6 << 30,
+    gap=1e-17,
+    policy="balanced",
+)
+DEVICE = Device(
+    name="cpu AVX2",
+    type="cpu",
+    native=("fp32",),
+    timings=(OpTiming(timing_key="linear[8, 8]", role="output", format="bf16", seconds=1.25e-6),),
+    casts=(CastTiming(source="fp32", target="bf16", seconds_per_element=1e-10),),
+)
+GRAPH = OpGraph(
+    model="Net",
+    ops=(Op(id="fc:linear#0", kind="linear", op_class=OpClass.GEMM, fqn="fc", inputs=("input:x",), outputs=("y",)),),
+    tensors=(
+        TensorSpec(id="input:x", shape=(2, 3), dtype="float32", kind=TensorKind.INPUT, requires_grad=False),
+        TensorSpec(id="y", shape=(), dtype="float32", kind=TensorKind.ACTIVATION, requires_grad=True, base="input:x"),
+    ),
+)
+
+
+@contextmanager
+def quick(what: object) -> Iterator[None]:
+    """Fails above 0.2 s of this thread's own time; a garbage collection of everything else does not count."""
+    gc.disable()
+    start = time.thread_time()
+    try:
+        yield
+    finally:
+        gc.enable()
+        assert time.thread_time() - start < 0.2, what
+
+
+def refusal(read: Callable[[Path], object], path: Path, data: bytes | str, error: type[InputError]) -> str:
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    with pytest.raises(error) as caught:
+        read(path)
+    return str(caught.value).replace(str(path), "F")
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+READERS = [
+    (serial.read_policy, "x.yaml", PolicyError),
+    (serial.read_plan, "x.yaml", PlanError),
+    (serial.read_plan, "x.json", PlanError),
+    (serial.read_device, "x.json", DeviceError),
+    (serial.read_profile, "x.safetensors", ProfileError),
+]
+
+
+@pytest.mark.parametrize(("read", "name", "error"), READERS)
+def test_a_file_that_cannot_be_read_is_one_clear_error(
+    read: Callable[[Path], object], name: str, error: type[InputError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, pipe, loop = tmp_path / f"d{name}", tmp_path / f"p{name}", tmp_path / f"l{name}"
+    folder.mkdir()
+    os.mkfifo(pipe)
+    loop.symlink_to(loop)
+    for path, words in [
+        (tmp_path / name, "does not exist"),
+        (folder, "is a directory"),
+        (pipe, "not a regular file"),
+        (loop, "cannot be read"),
+        (tmp_path / f"a\0{name}", "cannot be read"),
+        (tmp_path / ("n" * 300 + name), "cannot be read"),
+    ]:
+        with pytest.raises(error, match=words) as caught:
+            read(path)
+        assert str(caught.value).startswith(f"{path}: ")
+    assert "is empty" in (empty := refusal(read, tmp_path / name, b"", error)) or "calibrate" in empty
+    monkeypatch.setattr(os, "stat", lambda *a, **k: (_ for _ in ()).throw(PermissionError()))
+    with pytest.raises(error, match="permissions"):
+        read(tmp_path / name)
+
+
+def test_text_that_is_not_utf8_or_too_long_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    assert refusal(serial.read_policy, path, "a: ü".encode() + b"\n\xc3\xbc\xff", PolicyError).startswith(
+        "F:2:2: the byte 0xff is not UTF-8"
+    )
+    assert "0xff is not UTF-8" in refusal(serial.read_policy, path, "a: 1".encode("utf-16"), PolicyError)
+    assert "has 65537 bytes; at most 65536" in refusal(serial.read_policy, path, b"#" * 65537, PolicyError)
+    assert "F:1:1: a policy must be a mapping, not text 'abc'" in refusal(serial.read_policy, path, "abc", PolicyError)
+    assert "F: is empty" in refusal(serial.read_policy, path, "# nothing\n", PolicyError)
+    path.write_bytes(b"\xef\xbb\xbfname: a\nformats: [fp32]\n")
+    assert serial.read_policy(path).name == "a"
+
+
+def test_a_policy_of_mistakes_tells_all_with_their_places(tmp_path: Path) -> None:
+    text = (
+        "name: x\nformatz: [bf16]\nformats: [fp32,\n  fp8_e4m3]\nobjective: tim\nrules:\n"
+        "  - {match: '*', pin: fp16, floor: bf16}\n  - pin: bf61\nnoise: {gradient: yes}\nguard:\n"
+    )
+    message = refusal(serial.read_policy, tmp_path / "p.yaml", text, PolicyError)
+    starts = [line.split(": ")[:2] for line in message.splitlines()]
+    assert starts == [
+        ["F:2:1", "formatz"],
+        ["F:4:3", "formats[1]"],
+        ["F:5:12", "objective"],
+        ["F:7:5", "rules[0]"],
+        ["F:8:10", "rules[1].pin"],
+        ["F:9:19", "noise.gradient"],
+        ["F:10:7", "guard"],
+    ]
+    assert "Did you mean 'formats'" in message and "Did you mean 'time'" in message and "text 'yes'" in message
+    assert refusal(serial.read_policy, tmp_path / "p.yaml", "name: x\n", PolicyError) == (
+        "F:1:1: the key 'formats' is missing"
+    )
+    many = "name: x\nformats: [fp32]\n" + "".join(f"k{i}: 1\n" for i in range(5000))
+    lines = refusal(serial.read_policy, tmp_path / "p.yaml", many, PolicyError).splitlines()
+    assert len(lines) == 11 and lines[-1] == "F: and 4990 more"
+
+
+# -- shipped policies, names -----------------------------------------------------------------------------------------
+
+
+def test_shipped_policies() -> None:
+    assert serial.policy_names() == SHIPPED
+    policies = {name: serial.load_policy(name) for name in SHIPPED}
+    assert all(p.name == name and p.description for name, p in policies.items())
+    assert len({p.fingerprint for p in policies.values()}) == len(SHIPPED)
+    assert policies["observe"].formats == ("fp32",) and policies["observe"].storage.formats == ()
+    assert policies["memory"].objective == "bytes"
+    assert all(rule.why for p in policies.values() for rule in p.rules)
+    for policy in policies.values():
+        policy.check_against(GRAPH)
+
+
+def test_load_policy_takes_names_paths_and_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    balanced = serial.load_policy("balanced")
+    path = tmp_path / "mine.yaml"
+    path.write_text(dump_yaml(balanced.model_dump()), encoding="utf-8")
+    assert serial.load_policy(balanced) is balanced
+    assert serial.load_policy(path) == serial.load_policy(str(path)) == balanced
+    for name, words in [("balance", "'balanced'"), ("..", "Valid: balanced"), ("", "Valid: "), ("a/b", "not exist")]:
+        with pytest.raises(PolicyError, match=words):
+            serial.load_policy(name)
+    with pytest.raises(PolicyError, match="a name, a path or a Policy, not 3"):
+        serial.load_policy(3)  # type: ignore[arg-type]
+    packed = tmp_path / "site" / "autoprec" / "_policies"
+    packed.mkdir(parents=True)
+    (packed / "only.yaml").write_bytes(path.read_bytes())
+    monkeypatch.setattr(values, "__file__", str(packed.parent / "serial" / "values.py"))
+    assert serial.policy_names() == ("only",)
+    assert serial.load_policy("only") == balanced
+
+
+# -- plans, devices, events ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_plan_and_device_files(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"x.{suffix}"
+    plan = PLAN if suffix == "yaml" else Plan(assignments=PLAN.assignments)
+    serial.write_plan(path, plan)
+    first = path.read_bytes()
+    assert serial.read_plan(path) == plan
+    assert b"\n" in first and (suffix == "json" or first.startswith(b"autoprec: plan\nversion: 1\n"))
+    serial.write_plan(path, serial.read_plan(path))
+    assert path.read_bytes() == first
+    serial.write_device(path, DEVICE)
+    assert serial.read_device(path) == DEVICE
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    with pytest.raises(PlanError, match=r":\d+:\d+: expected `autoprec: plan`, not text 'device'"):
+        serial.read_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("assignments: []\n", "F:1:1: expected `autoprec: plan`, not a file without that key"),
+        ("autoprec: plan\nassignments: []\n", "F:1:1: expected `version: 1`, not a file without that key"),
+        ("autoprec: plan\nversion: 2\n", "F:2:10: expected `version: 1`, not 2; it was written by a newer autoprec"),
+        ("autoprec: plan\nversion: true\n", "F:2:10: expected `version: 1`, not true"),
+        ("autoprec: plan\nversion: 1\n", "F:1:1: the key 'assignments' is missing"),
+        ("autoprec: plan\nversion: 1\nassignment: []\nassignments: []\n", "F:3:1: assignment: unknown key 'assign"),
+        ("autoprec: plan\nversion: 1\nassignments: {}\n", "F:3:14: assignments: must be a list, not a mapping"),
+        ("autoprec: plan\nversion: 1\nassignments: []\ngap: .nan\n", "F:4:6: gap: must be a number, not nan"),
+        ("autoprec: plan\nversion: 1\nassignments: []\ngap: true\n", "F:4:6: gap: must be a number, not true"),
+        ("autoprec: plan\nversion: 1\nassignments: []\nbudget_bytes: 1.0\n", "F:4:15: budget_bytes: must be a whole"),
+        ("autoprec: plan\nversion: 1\nassignments: []\nsaturating: [a, 1]\n", "F:4:17: saturating[1]: must be text"),
+        (
+            "autoprec: plan\nversion: 1\nassignments:\n- {op: a, role: outptu, format: bf16, reason: r}\n",
+            "F:4:17: assignments[0].role: text 'outptu' is not valid. Did you mean 'output'?",
+        ),
+        (
+            "autoprec: plan\nversion: 1\nassignments:\n- {op: a, role: output, format: bf61, reason: r}\n",
+            "F:4:3: assignments[0]: unknown format 'bf61'. Did you mean 'bf16'?",
+        ),
+        (
+            "autoprec: plan\nversion: 1\nassignments: []\nstorages:\n"
+            + "- {tensor: t, format: as_is, reason: r}\n" * 2
+            + "gap: 0.5\n",
+            "F:1:1: a plan must store each tensor at most once",
+        ),
+    ],
+)
+def test_a_wrong_plan_is_refused_at_its_place(text: str, expected: str, tmp_path: Path) -> None:
+    assert refusal(serial.read_plan, tmp_path / "p.yaml", text, PlanError).startswith(expected)
+
+
+def test_numpy_numbers_are_written_as_numbers(tmp_path: Path) -> None:
+    plan = Plan(assignments=(), gap=np.float64(0.1), budget_bytes=np.int64(3))  # type: ignore[arg-type]
+    serial.write_plan(tmp_path / "p.yaml", plan)
+    assert serial.read_plan(tmp_path / "p.yaml") == plan
+
+
+def test_what_cannot_be_stored_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "p.yaml"
+    serial.write_plan(path, PLAN)
+    before = path.read_bytes()
+    for bad in (Plan(assignments=(), gap=math.nan), Plan(assignments=(), saturating=("\ud800",))):
+        with pytest.raises(PlanError, match="cannot be written"):
+            serial.write_plan(path, bad)
+    with pytest.raises(PlanError, match="cannot be written"):
+        serial.write_plan(tmp_path / "p.json", Plan(assignments=(), gap=math.inf))
+    for call in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(files.os, call, lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            with pytest.raises(PlanError, match="No space left"):
+                serial.write_plan(path, Plan(assignments=()))
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(PlanError, match="create it first"):
+        serial.write_plan(tmp_path / "no" / "p.yaml", PLAN)
+    with pytest.raises(PlanError, match="cannot be written"):
+        serial.write_plan(tmp_path, PLAN)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_writing_follows_links_and_the_umask(tmp_path: Path) -> None:
+    link, target = tmp_path / "link.yaml", tmp_path / "target.yaml"
+    link.symlink_to(target)
+    serial.write_plan(link, PLAN)
+    assert link.is_symlink() and serial.read_plan(target) == PLAN
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert target.stat().st_mode == plain.stat().st_mode
+
+
+def test_events_are_lines() -> None:
+    event = Event(step=3, kind="bad_step", op="a:linear#0", evidence="two\nlines \u2028 ü")
+    line = serial.event_to_json_line(event)
+    assert len(line.splitlines()) == 1 and json.loads(line)["step"] == 3
+    assert serial.event_from_json_line(line) == event
+    with pytest.raises(InputError, match="log:1:10: step: must be a whole number, not text"):
+        serial.event_from_json_line('{"step": "3", "kind": "x"}', "log")
+
+
+IDS = st.text(max_size=8)
+FLOATS = st.floats(allow_nan=False)
+ROLES = st.sampled_from(list(Role))
+FORMATS = st.sampled_from(["fp32", "bf16", "fp16", "fp8_e5m2"])
+BIG = st.integers(0, 2**62)
+TOTALS = st.builds(
+    Totals, seconds=FLOATS, saved_bytes=BIG, peak_bytes=st.integers(), loss_sigma=FLOATS, gradient_ratio=FLOATS
+)
+PLANS = st.builds(
+    Plan,
+    assignments=st.lists(
+        st.builds(Assignment, op=IDS, role=ROLES, format=FORMATS, reason=IDS), unique_by=lambda a: (a.op, a.role)
+    ).map(tuple),
+    storages=st.lists(st.builds(Storage, tensor=IDS, format=FORMATS, reason=IDS), unique_by=lambda s: s.tensor).map(
+        tuple
+    ),
+    regions=st.lists(
+        st.builds(Region, ops=st.lists(IDS).map(tuple), scale_log2=st.integers(), reason=IDS), max_size=3
+    ).map(tuple),
+    saturating=st.lists(IDS).map(tuple),
+    predicted=st.none() | TOTALS,
+    budget_bytes=st.none() | st.integers(),
+    gap=FLOATS,
+    binding=IDS,
+)
+EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@EXAMPLES
+@given(PLANS)
+def test_any_plan_round_trips(tmp_path: Path, plan: Plan) -> None:
+    serial.write_plan(tmp_path / "p.yaml", plan)
+    read = serial.read_plan(tmp_path / "p.yaml")
+    assert repr(read) == repr(plan) and read.fingerprint == plan.fingerprint
+
+
+# -- thousands of damaged files --------------------------------------------------------------------------------------
+
+JUNK = ["", "no", "true", "1", "-1", "0", "1e-3", "1e999", ".nan", ".inf", "[]", "{}", "[1, [2]]", "{a: 1}"]
+JUNK += ["null", "~", "'1'", '"', "&a b", "*a", "!!int 1", "<<: {a: 1}", "fp8_e4m3", "fb16"]
+JUNK += ["999999999999999999999999", "%", "a: b"]
+POSITION = re.compile(r"F:(\d+):(\d+): .")
+
+
+def mutated(text: str, random: random.Random) -> bytes:
+    """The text after one to three random edits of its keys, values, indents, characters or bytes."""
+    lines = text.splitlines()
+    for _ in range(random.randint(1, 3)):
+        i, j = random.randrange(len(lines)), random.randrange(len(lines))
+        key, colon, value = lines[i].partition(":")
+        edit = random.randrange(11)
+        if edit == 0 and len(lines) > 1:
+            del lines[i]
+        elif edit == 1:
+            lines.insert(j, lines[i])
+        elif edit == 2:
+            lines[i] = f"{key}{colon} {random.choice(JUNK)}"
+        elif edit == 3:
+            lines[i] = f"{key}{random.choice(['x', '?', ' ', '.'])}{colon}{value}"
+        elif edit == 4:
+            lines[i] = random.choice(["\t", " ", "  ", "- ", "    \t"]) + lines[i]
+        elif edit == 5:
+            lines[i], lines[j] = lines[j], lines[i]
+        elif edit == 6:
+            lines[i] = lines[i][: random.randrange(len(lines[i]) + 1)]
+        elif edit == 7:
+            lines[i] = re.sub(r"\w+", lambda m: random.choice([m[0], m[0], random.choice(JUNK)]), lines[i])
+        elif edit == 8:
+            lines[i] = lines[i].replace(random.choice("[]{},:\"'- ") or " ", random.choice("[]{},:\"'-|>&*!%@` "), 1)
+        elif edit == 9:
+            lines[i:] = ["\n".join(lines[i:])[: random.randrange(200)]]
+        elif edit == 10:
+            lines[i] = lines[i].lstrip()
+    data = "\n".join(lines).encode()
+    if random.random() < 0.15:
+        at = random.randrange(len(data) + 1)
+        data = data[:at] + random.randbytes(random.randint(1, 4)) + data[at + random.randint(0, 4) :]
+    return data
+
+
+def valid_policy(policy: Policy) -> bool:
+    """What a policy may hold, said again."""
+    return (
+        policy.version == 1
+        and policy.name != ""
+        and "fp32" in policy.formats
+        and set(policy.formats) <= set(COMPUTE_FORMATS)
+        and set(policy.storage.formats) <= set(STORAGE_FORMATS)
+        and 0 < policy.noise.gradient < math.inf
+        and 0 < policy.noise.loss < math.inf
+        and 1 <= policy.monitor.interval_steps <= policy.monitor.window_steps
+        and policy.calibration.steps >= 2
+        and policy.guard.patience_steps >= 1
+        and all((rule.pin is None) != (rule.floor is None) for rule in policy.rules)
+        and all(rule.pin in (None, *policy.formats) for rule in policy.rules)
+    )
+
+
+def valid_plan(plan: Plan) -> bool:
+    """What a plan may hold, said again."""
+    roles = [(a.op, a.role) for a in plan.assignments]
+    known = {"fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2"}
+    return len(set(roles)) == len(roles) and {a.format for a in plan.assignments} <= known and not math.isnan(plan.gap)
+
+
+def check_message(message: str, data: bytes) -> None:
+    """Each line has a place in the file; or the file is empty."""
+    lines = re.split("\r\n|[\r\n\x85\u2028\u2029]", data.decode(errors="replace"))  # as YAML counts them
+    if "\r" in (text := data.decode(errors="replace")) or len(lines) != text.count("\n") + 1:
+        lines = [text] * (len(lines) + 1)
+    for line in message.split("\n"):
+        if re.fullmatch(r"F: and \d+ more|F: is empty.*", line):
+            continue
+        found = POSITION.match(line)
+        assert found, message
+        assert 1 <= int(found[1]) <= len(lines) + 1 and int(found[2]) >= 1, message
+        assert int(found[1]) > len(lines) or int(found[2]) <= len(lines[int(found[1]) - 1]) + 1, (message, data)
+    assert len(message) < 5000
+
+
+def texts(tmp_path: Path) -> list[tuple[str, str]]:
+    """A .yaml or .json name and its text, for each kind of file."""
+    serial.write_plan(tmp_path / "plan.yaml", PLAN)
+    serial.write_device(tmp_path / "device.json", DEVICE)
+    folder = Path(values._policy_folder())
+    paths = [*(folder / f"{name}.yaml" for name in SHIPPED), tmp_path / "plan.yaml", tmp_path / "device.json"]
+    return [(path.name, path.read_text(encoding="utf-8")) for path in paths]
+
+
+def test_three_thousand_damaged_files(tmp_path: Path) -> None:
+    chance = random.Random(20240517)
+    originals = texts(tmp_path)
+    accepted = 0
+    for number in range(3000):
+        name, text = originals[number % len(originals)]
+        path = tmp_path / f"mutated-{name}"
+        data = mutated(text, chance)
+        path.write_bytes(data)
+        read: Callable[[Path], Any] = serial.read_policy
+        if name in ("plan.yaml", "device.json"):
+            read = serial.read_plan if name == "plan.yaml" else serial.read_device
+        try:
+            with quick(data):
+                value = read(path)
+        except InputError as error:
+            check_message(str(error).replace(str(path), "F"), data)
+            continue
+        accepted += 1
+        if isinstance(value, Policy):
+            assert valid_policy(value), data
+            path.write_text(dump_yaml(value.model_dump()), encoding="utf-8")
+        elif isinstance(value, Plan):
+            assert valid_plan(value), data
+            serial.write_plan(path, value)
+        else:
+            serial.write_device(path, value)
+        assert read(path) == value, data
+    assert 150 < accepted < 2400  # the edits are neither all harmless nor all fatal
+
+
+def test_the_worst_that_fits_is_read_in_time(tmp_path: Path) -> None:
+    limit = values.POLICY_LIMIT
+    for text in ["-\n", "[],", "? ", "{a: ", "- - -\n", "'", "!", "a: |\n x\n", "[\n", "k: [1,2\n", "a\n: "]:
+        path = tmp_path / "p.yaml"
+        path.write_text((text * limit)[:limit], encoding="utf-8")
+        with pytest.raises(PolicyError), quick(text):
+            serial.read_policy(path)
