@@ -36,7 +36,7 @@ from autoprec.planning.planner import make_plan
 from autoprec.plans import Assignment, Event, Plan
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
-from autoprec.rewriting.rewrite import Rewritten, rewrite
+from autoprec.rewriting.rewrite import Rewritten, output_format, rewrite
 from autoprec.serial import event_to_json_line
 from autoprec.tracing.bindings import Binding, SiteRegister, bind
 from autoprec.tracing.templates import Template
@@ -172,6 +172,17 @@ class Session:
         """How often each (owner, template) ran, by its first op's id: for counting that each owner ran its own."""
         return {slot.binding.ops[0].id: slot.calls for slot in self._slots.values() if slot.binding.ops}
 
+    def executed_formats(self) -> dict[str, str]:
+        """Op id → format of its output in the graph that runs now, read off the graph, not off the plan."""
+        found: dict[str, str] = {}
+        for slot in self._slots.values():
+            origin = None if slot.rewritten is None else slot.rewritten.origin
+            for node in slot.module.graph.nodes:
+                op = slot.binding.op_of.get(node if origin is None else origin.get(node, node))
+                if op is not None:
+                    found[op.id] = output_format(node)
+        return found
+
     # Running ---------------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
@@ -235,7 +246,6 @@ class Session:
         self._in_step = True
         self._judged_bad = False
         self._incident = ""
-        self._covered.clear()
         self._calls.clear()
         self._watch.clear()
         self._buffers.take()
@@ -334,6 +344,7 @@ class Session:
             self._bad_in_row = 0
         # Fresh gradients are accounted for; a second optimizer of the same step must not be asked about them again.
         self._watch.fresh.clear()
+        self._covered.clear()
         self._calls.clear()
         self._harvest(discard=self._judged_bad)
 
@@ -455,20 +466,22 @@ class Session:
             raise InputError("nothing was observed yet: run at least one training step, or pass batches= and loss_fn=")
         self.graph = replace(self.graph, optimizer_bytes=self._optimizer_bytes())
         self.policy.check_against(self.graph)
-        if self._structure is not None:
-            known = self.device if self.device is not None else measure_casts(self._device_type)
-            self.device = time_ops(self._structure.cases, self.policy.formats, known)
-        assert self.device is not None
-        plan = make_plan(
-            self.graph,
-            self.profile,
-            self.device,
-            self.policy,
-            banned=frozenset(self._banned),
-        )
+        device = self.measure_device()
+        plan = make_plan(self.graph, self.profile, device, self.policy, banned=frozenset(self._banned))
         self._adopt(plan)
         self._event("planned", evidence=f"{', '.join(plan.formats_used()) or 'fp32'}; binding: {plan.binding}")
         return plan
+
+    def measure_device(self) -> Device:
+        """Time every distinct op of the model in the policy's formats, once; what is known is not timed again.
+
+        Raises `InputError` if nothing was observed yet.
+        """
+        if self._structure is None:
+            raise InputError("nothing was observed yet: run at least one training step, or pass batches= and loss_fn=")
+        known = self.device if self.device is not None else measure_casts(self._device_type)
+        self.device = time_ops(self._structure.cases, self.policy.formats, known)
+        return self.device
 
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan

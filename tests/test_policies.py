@@ -150,6 +150,7 @@ def test_a_thousand_unknown_keys_are_all_told() -> None:
         ({"match": "*lm_head"}, "model.lm_head", "linear", True),
         ({"match": "lm_head"}, "model.lm_head", "linear", False),
         ({"match": "LM_head"}, "lm_head", "linear", False),
+        ({"match": "LM_head"}, "LM_head", "linear", True),
         ({"match": "blocks.[01].*"}, "blocks.1.mlp", "linear", True),
         ({"match": "blocks.[01].*"}, "blocks.2.mlp", "linear", False),
         ({"kinds": ("linear", "conv2d")}, "a", "conv2d", True),

@@ -197,6 +197,7 @@ def test_plan_and_device_files(suffix: str, tmp_path: Path) -> None:
     first = path.read_bytes()
     assert serial.read_plan(path) == plan
     assert b"\n" in first and (suffix == "json" or first.startswith(b"autoprec: plan\nversion: 1\n"))
+    assert first.index(b"gap") < first.index(b"assignments")  # what is short comes first
     serial.write_plan(path, serial.read_plan(path))
     assert path.read_bytes() == first
     serial.write_device(path, DEVICE)
@@ -218,6 +219,7 @@ def test_plan_and_device_files(suffix: str, tmp_path: Path) -> None:
         ("autoprec: plan\nversion: 1\nassignments: {}\n", "F:3:14: assignments: must be a list, not a mapping"),
         ("autoprec: plan\nversion: 1\nassignments: []\ngap: .nan\n", "F:4:6: gap: must be a number, not nan"),
         ("autoprec: plan\nversion: 1\nassignments: []\ngap: true\n", "F:4:6: gap: must be a number, not true"),
+        ("autoprec: plan\nversion: 1\nassignments: []\nbudget_bytes: true\n", "F:4:15: budget_bytes: must be a whole"),
         ("autoprec: plan\nversion: 1\nassignments: []\nbudget_bytes: 1.0\n", "F:4:15: budget_bytes: must be a whole"),
         ("autoprec: plan\nversion: 1\nassignments: []\nsaturating: [a, 1]\n", "F:4:17: saturating[1]: must be text"),
         (

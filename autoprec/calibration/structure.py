@@ -242,4 +242,9 @@ def flops_of(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     if kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         steps = math.prod(tensors[0].shape[:-1])
         return 2 * steps * sum(t.numel() for t in tensors[1:] if t.dim() == 2)
+    if kind == "multi_head_attention_forward":
+        query, key, _, in_proj = tensors[:4]
+        length, batch, width = query.shape
+        projections = 2 * length * batch * width * (in_proj.shape[0] + width)
+        return projections + 4 * batch * length * key.shape[0] * width
     return 0

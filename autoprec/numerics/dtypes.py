@@ -8,7 +8,7 @@ import torch
 
 from autoprec.errors import UnsupportedError
 
-__all__ = ["dtype_of", "native_formats"]
+__all__ = ["dtype_of", "format_of", "native_formats"]
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -22,6 +22,11 @@ _DTYPES = {
 def dtype_of(format_name: str) -> torch.dtype:
     """The torch dtype of a format."""
     return _DTYPES[format_name]
+
+
+def format_of(dtype: torch.dtype) -> str:
+    """The name of the format that a torch dtype holds."""
+    return next(name for name, d in _DTYPES.items() if d is dtype)
 
 
 @cache

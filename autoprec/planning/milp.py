@@ -70,8 +70,8 @@ class Program:
         self.offset = self._second * problem.constant_seconds + self._byte * sum(b for _, b in problem.private)
         self.y = [[self.variable(self._second * s, binary=True) for s in u.seconds] for u in problem.units]
         self.s = {t: self.variable(0.0, binary=True) for t in problem.packable}
-        self.v = [self.variable(0.0, upper=np.inf) for _ in range(problem.variances)]
-        self._v_scale = min((r.limit / r.reference for r in problem.rows), default=1.0)
+        self._worst = _worst_variances(problem)
+        self.v = [self.variable(0.0) for _ in self._worst]
         for unit in self.y:
             self.row({k: 1.0 for k in unit}, 1.0)
             self.row({k: -1.0 for k in unit}, -1.0)
@@ -253,17 +253,18 @@ class Program:
             self.at_most(total, 1.0)
 
     def _variances(self) -> None:
-        """v[k] ≥ Σ share·(what arrives at the reader + its own rounding), in units of the smallest noise²."""
+        """v[k] ≥ Σ share·(what arrives at the reader + its own rounding), each relative to its worst case."""
         total = [Linear() for _ in self.v]
         for node in self.problem.nodes:
             passed = Linear()
             for k, share in node.outputs:
-                passed.add(self.v[k], share)
+                passed.add(self.v[k], share * self._worst[k])
             for f, relative in node.local:
                 if relative > 0.0:
-                    passed.add(self.any_of([self.is_in(u, f) for u in node.units]), relative / self._v_scale)
+                    passed.add(self.any_of([self.is_in(u, f) for u in node.units]), relative)
             for k, share in node.inputs:
-                total[k].add(passed, share)
+                if self._worst[k] > 0.0:
+                    total[k].add(passed, share / self._worst[k])
         for variable, expression in zip(self.v, total, strict=True):
             self.at_least(variable, expression)
 
@@ -273,7 +274,7 @@ class Program:
             total = Linear()
             for k in row.gemms:
                 gemm = p.gemms[k]
-                total.add(self.v[gemm.variance], gemm.upstream * self._v_scale / row.limit)
+                total.add(self.v[gemm.variance], gemm.upstream * self._worst[gemm.variance] / row.limit)
                 for f, energy in gemm.gradient_noise:
                     event = self.any_of([self.is_in(u, f) for u in (gemm.output, gemm.grad_weight)])
                     total.add(event, min(energy / row.limit, _CAP))
@@ -349,3 +350,15 @@ class Program:
         columns = np.fromiter((k for r in self.rows for k in r), np.int64, int(starts[-1]))
         values = np.fromiter((v for r in self.rows for v in r.values()), np.float64, int(starts[-1]))
         return csr_array((values, columns, starts), shape=(len(self.rows), len(self.cost)))
+
+
+def _worst_variances(problem: Problem) -> list[float]:
+    """Relative gradient variances if every rounding that may happen did."""
+    worst = [0.0] * problem.variances
+    for node in reversed(problem.nodes):
+        possible = {f for u in node.units for f in problem.units[u].options}
+        passed = sum(relative for f, relative in node.local if f in possible)
+        passed += sum(share * worst[k] for k, share in node.outputs)
+        for k, share in node.inputs:
+            worst[k] += share * passed
+    return worst

@@ -21,14 +21,14 @@ from torch import fx
 
 from autoprec.graphs import OpClass, Role
 from autoprec.numerics.casts import cast, enter_region, leave_region, saturating_cast
-from autoprec.numerics.dtypes import dtype_of
+from autoprec.numerics.dtypes import dtype_of, format_of
 from autoprec.numerics.gemm import conv, keep, linear, matmul, relu_keeping_bits
 from autoprec.numerics.specs import conv_options, gemm_spec
 from autoprec.plans import AS_IS, Plan
 from autoprec.tracing.bindings import Binding, OpNode
 from autoprec.tracing.kinds import CONVS, changes_mode, out_of_place, returns_float32
 
-__all__ = ["Rewritten", "rewrite", "root_ids"]
+__all__ = ["Rewritten", "output_format", "rewrite", "root_ids"]
 
 _FP32 = "fp32"
 
@@ -37,11 +37,11 @@ class _With:
     """A function with its last arguments fixed: fx writes only plain values into the code that it generates."""
 
     def __init__(self, function: Callable[..., Any], *fixed: Any) -> None:
-        self._function, self._fixed = function, fixed
+        self._function, self.fixed = function, fixed
         self.__name__, self.__module__ = function.__name__, function.__module__
 
     def __call__(self, *args: Any) -> Any:
-        return self._function(*args, *self._fixed)
+        return self._function(*args, *self.fixed)
 @dataclass(frozen=True, eq=False)
 class Rewritten:
     """A rewritten graph and, for observation, which captured node each value comes from."""
@@ -250,6 +250,18 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     a, b = values[0], values[1]
     assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
     return a, b
+
+
+def output_format(node: fx.Node) -> str:
+    """The format in which a node of a rewritten graph gives its result, by what it executes."""
+    fixed = getattr(node.target, "fixed", ())
+    if fixed:
+        return format_of(fixed[0].output)
+    casts = [format_of(n.args[1]) for n in node.all_input_nodes if n.target in _CASTS]
+    return casts[0] if casts else _FP32
+
+
+_CASTS = (cast, saturating_cast, enter_region, leave_region)
 
 
 def root_ids(binding: Binding) -> dict[str, str]:

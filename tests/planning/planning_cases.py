@@ -38,6 +38,7 @@ class Maker:
     tensors: dict[str, TensorSpec] = field(default_factory=dict)
     weights: list[str] = field(default_factory=list)
     x_scale: float = 1.0
+    calm: bool = False  # statistics as alike as those of a real network's layers, instead of wildly different
 
     def tensor(self, name: str, shape: tuple[int, ...], *, kind: TensorKind = TensorKind.ACTIVATION,
                grad: bool = True, base: str | None = None, dtype: str = "float32") -> str:
@@ -92,11 +93,13 @@ class Maker:
         found = []
         gemms = {op.outputs[0]: op for op in graph.ops if op.op_class is OpClass.GEMM and op.weights}
         for t in graph.tensors:
-            x = rng.normal(size=64) * 10.0 ** rng.uniform(-2, 1) * self.x_scale
-            g = rng.normal(size=64) * 10.0 ** rng.uniform(-6, -2)
+            x = rng.normal(size=64) * 10.0 ** (rng.uniform(-0.3, 0.3) if self.calm else rng.uniform(-2, 1))
+            x *= self.x_scale
+            g = rng.normal(size=64) * 10.0 ** (rng.uniform(-4.3, -3.7) if self.calm else rng.uniform(-6, -2))
             if not t.requires_grad:
                 found.append(TensorProfile(id=t.id, values=histogram(x)))
                 continue
+            gain = float((x @ x) / (g @ g)) if self.calm else 1e3
             found.append(
                 TensorProfile(
                     id=t.id,
@@ -104,14 +107,15 @@ class Maker:
                     loss=histogram(x, g**2),
                     gradients=histogram(g),
                     input_weight_grad=histogram(x, rng.gamma(1.0, size=64)) if t.id in gemms else None,
-                    gradient_weight_grad=histogram(g, rng.gamma(1.0, size=64) * 1e3) if t.id in gemms else None,
+                    gradient_weight_grad=histogram(g, rng.gamma(1.0, size=64) * gain) if t.id in gemms else None,
                 )
             )
         by_id = {t.id: t for t in found}
         weights = []
         for op in gemms.values():
             energy = by_id[op.outputs[0]].input_weight_grad.energy / STEPS
-            mean, spread = rng.normal(size=8) * np.sqrt(energy / 8), energy * 10.0 ** rng.uniform(-2, 1)
+            wide = rng.uniform(-0.3, 0.5) if self.calm else rng.uniform(-2, 1)
+            mean, spread = rng.normal(size=8) * np.sqrt(energy / 8), energy * 10.0**wide
             squares = STEPS * float(mean @ mean) + (STEPS - 1) * spread
             if op.weights[0] not in [w.fqn for w in weights]:
                 weights.append(WeightProfile(fqn=op.weights[0], grad_sum=mean * STEPS, grad_square_sum=squares,
@@ -214,7 +218,7 @@ def random_case(seed: int, *, most: int = 256) -> Case:
 
 def transformer(layers: int = 12, *, width: int = 64, rows: int = 128, seed: int = 0) -> tuple[Maker, OpGraph]:
     """Pre-norm blocks: norm, q/k/v, attention, projection, residual, norm, two linears with GELU, residual."""
-    make = Maker(np.random.default_rng(seed))
+    make = Maker(np.random.default_rng(seed), calm=True)
     x = make.tensor("input:x", (rows, width), kind=TensorKind.INPUT, grad=False)
     x = make.op("embedding", OpClass.WIDE, (x, make.tensor("param:embed", (32, width), kind=TensorKind.PARAMETER)),
                 (rows, width))  # fmt: skip
@@ -235,3 +239,29 @@ def transformer(layers: int = 12, *, width: int = 64, rows: int = 128, seed: int
     x = make.norm(x)
     x = make.linear(x, 2 * width, fqn="head")
     return make, make.graph(make.op("cross_entropy", OpClass.WIDE, (x,), (1,), saves=(x,)))
+
+
+def modelled_device(graph: OpGraph) -> Device:
+    """A device whose narrow GEMMs are four times as fast, and whose other ops and casts are bound by bandwidth."""
+    specs = graph.tensor_by_id
+    timings: dict[tuple[str, str, str], float] = {}
+    for op in graph.ops:
+        moved = sum(specs[t].numel for t in (*op.inputs, *op.outputs))
+        for f in FORMATS:
+            speed = 1.0 if f == "fp32" else 4.0
+            size = 4 if f == "fp32" else 2
+            for role in op.roles:
+                seconds = 2e-6 + moved * size / 1e12
+                if op.op_class is OpClass.GEMM and op.weights:
+                    seconds += 2.0 * specs[op.outputs[0]].numel * specs[op.inputs[0]].shape[-1] / 2e13 / speed
+                elif op.op_class is OpClass.GEMM:
+                    seconds += 6.0 * specs[op.outputs[0]].numel * specs[op.inputs[0]].shape[0] / 2e13 / speed
+                timings[op.timing_key, role, f] = seconds
+    found = tuple(OpTiming(timing_key=k, role=r, format=f, seconds=s) for (k, r, f), s in timings.items())
+    size_of = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1}
+    casts = tuple(
+        CastTiming(source=a, target=b, seconds_per_element=(size_of[a] * (2 if b == "fp8_e4m3" else 1) + size_of[b]) / 1e12,
+                   seconds_per_call=2e-6)
+        for a in size_of for b in size_of if a != b
+    )  # fmt: skip
+    return Device(name="modelled", type="cuda", native=FORMATS, timings=found, casts=casts, source="modelled")

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Event files go to the current folder; tests must not litter the repository."""
+    if request.node.get_closest_marker("in_repository") is None:
+        monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def reproducible() -> None:
+    import sys
+
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
