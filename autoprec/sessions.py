@@ -307,6 +307,7 @@ class Session:
             self._judged_bad = True
             self._attribute()
             if self.policy.guard.nonfinite == "raise":
+                self._buffers.restore()
                 raise NonFiniteError(f"step {self.steps}: {self._incident}; parameters are unchanged")
         self._aside.setdefault(id(optimizer), []).append(PutAside(optimizer))
 

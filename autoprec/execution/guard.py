@@ -112,27 +112,32 @@ class OptimizerSnapshot:
         optimizer.state.update(self._state)
 
 
+#: Buffers up to this size are copied at every step; larger ones (masks, position tables) once they were seen to change.
+_SMALL_BUFFER_BYTES = 1 << 20
+
+
 class BufferSnapshot:
     """Copies of the buffers that steps change, taken at the first forward of a step.
 
-    Every buffer is copied at the first step; later only those whose version counter was ever seen to move.
+    Version counters do not show every change (batch norm writes its running statistics without moving them), so large
+    buffers are compared with their copy once, at the second step, and by version from then on.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._versions: dict[str, int] | None = None
-        self._changing: set[str] = set()
+        self._takes = 0
+        self._constant: dict[str, int] = {}
         self._copies: dict[str, tuple[Tensor, Tensor]] = {}
 
     def take(self) -> None:
         """Copy what may change in the step that begins."""
         buffers = dict(self._model.named_buffers())
-        if self._versions is None:
-            wanted = set(buffers)
-        else:
-            self._changing |= {n for n, b in buffers.items() if self._versions.get(n) != b._version}
-            wanted = self._changing & set(buffers)
-        self._versions = {n: b._version for n, b in buffers.items()}
+        if self._takes == 1:
+            for name, (buffer, saved) in self._copies.items():
+                if saved.nbytes > _SMALL_BUFFER_BYTES and torch.equal(buffer, saved):
+                    self._constant[name] = buffer._version
+        self._takes += 1
+        wanted = [n for n, b in buffers.items() if self._constant.get(n) != b._version]
         self._copies = {n: (buffers[n], buffers[n].detach().clone()) for n in wanted}
 
     def restore(self) -> None:

@@ -1,0 +1,208 @@
+"""A `Plan` for people: what each op got and why, and what the whole of it is predicted to cost."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from autoprec.errors import InputError, nearest
+from autoprec.graphs import Role
+from autoprec.planning.reasons import bytes_text, seconds_text
+from autoprec.plans import AS_IS, Assignment, Plan, Storage, Totals
+from autoprec.serial.codec import encode
+
+__all__ = [
+    "OpDecision",
+    "decisions",
+    "matching",
+    "op_table",
+    "ops_table",
+    "plan_data",
+    "summary",
+    "totals_table",
+]
+
+_OUTPUT_OF = re.compile(r"(?P<op>.*#\d+)(?:\.\d+)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpDecision:
+    """Everything that a plan says about one op, or about one tensor that no op makes.
+
+    Attributes:
+        op: `fqn:kind#k`, or `input:name`.
+        kind: of the op, or "input".
+        roles: its assignments.
+        storages: of the tensors that it makes.
+    """
+
+    op: str
+    kind: str
+    roles: tuple[Assignment, ...]
+    storages: tuple[Storage, ...]
+
+    def format_of(self, role: Role) -> str:
+        """The format of a role, "" if there is nothing to decide."""
+        return next((a.format for a in self.roles if a.role is role), "")
+
+    @property
+    def kept_as(self) -> str:
+        """How its results are kept for backward, "" if that was not decided."""
+        return ", ".join(dict.fromkeys(_storage_text(s.format) for s in self.storages))
+
+    @property
+    def changes(self) -> bool:
+        """Whether anything is narrower than the user wrote it."""
+        return any(a.format != "fp32" for a in self.roles) or any(s.format != AS_IS for s in self.storages)
+
+    @property
+    def reason(self) -> str:
+        """Of the output's format, and of the storage where that is narrower."""
+        lines = [a.reason for a in self.roles if a.role is Role.OUTPUT]
+        lines += [f"kept {s.format}: {s.reason}" for s in self.storages if s.format != AS_IS]
+        return "\n".join(lines)
+
+
+def decisions(plan: Plan) -> tuple[OpDecision, ...]:
+    """By op, in the order of the plan."""
+    roles: dict[str, list[Assignment]] = {}
+    storages: dict[str, list[Storage]] = {}
+    for a in plan.assignments:
+        roles.setdefault(a.op, []).append(a)
+    for s in plan.storages:
+        storages.setdefault(_maker(s.tensor), []).append(s)
+    return tuple(
+        OpDecision(
+            op=op,
+            kind=_kind(op),
+            roles=tuple(roles.get(op, ())),
+            storages=tuple(storages.get(op, ())),
+        )
+        for op in dict.fromkeys((*roles, *storages))
+    )
+
+
+def matching(plan: Plan, pattern: str) -> tuple[OpDecision, ...]:
+    """The ops whose id or module matches a glob; `InputError` with the nearest one if there is none."""
+    known = decisions(plan)
+    found = tuple(d for d in known if fnmatchcase(d.op, pattern) or fnmatchcase(_module(d.op), pattern))
+    if not found:
+        names = {name for d in known for name in (d.op, _module(d.op))}
+        hint = nearest(pattern.replace("*", ""), names) if len(names) <= 20 else _nearest_of_many(pattern, names)
+        raise InputError(f"no op of the plan matches {pattern!r}.{hint}")
+    return found
+
+
+def ops_table(plan: Plan, *, changed_only: bool = False) -> Table:
+    """One row per op: formats of its roles, storage, reason."""
+    rows = [d for d in decisions(plan) if d.changes or not changed_only]
+    hidden = len(decisions(plan)) - len(rows)
+    table = Table(title="What each op got, and why", title_justify="left", caption_justify="left")
+    if hidden:
+        table.caption = f"and {hidden} ops wholly in fp32"
+    table.add_column("op", overflow="fold")
+    for name in ("output", "grad_input", "grad_weight", "kept as"):
+        table.add_column(name)
+    table.add_column("reason", overflow="fold", ratio=1)
+    for d in rows:
+        table.add_row(d.op, *(d.format_of(role) for role in Role), d.kept_as, d.reason)
+    return table
+
+
+def op_table(decision: OpDecision) -> Table:
+    """Every decision about one op, each with its own reason."""
+    table = Table(title=decision.op, title_justify="left")
+    table.add_column("decision")
+    table.add_column("format")
+    table.add_column("reason", overflow="fold", ratio=1)
+    for a in decision.roles:
+        table.add_row(str(a.role), a.format, a.reason)
+    for s in decision.storages:
+        table.add_row(f"kept: {s.tensor}", _storage_text(s.format), s.reason)
+    return table
+
+
+def totals_table(plan: Plan) -> Table | None:
+    """Predicted totals of the plan beside those of FP32; None if the plan carries none."""
+    if plan.predicted is None:
+        return None
+    table = Table(title="One training step, predicted", title_justify="left")
+    for name in ("", "fp32", "this plan", "plan / fp32"):
+        table.add_column(name, justify="left" if not name else "right")
+    for label, field, text in _TOTALS:
+        mine = getattr(plan.predicted, field)
+        theirs = None if plan.predicted_fp32 is None else getattr(plan.predicted_fp32, field)
+        ratio = f"{mine / theirs:.2f}" if theirs else ""
+        table.add_row(label, "" if theirs is None else text(theirs), text(mine), ratio)
+    return table
+
+
+def summary(plan: Plan) -> Text:
+    """Policy, formats, budget, gap and what holds the plan back, one a line."""
+    peak = "none" if plan.budget_bytes is None else f"{bytes_text(plan.budget_bytes)} ({plan.budget_bytes} bytes)"
+    lines = {
+        "policy": plan.policy or "unknown",
+        "device": plan.device or "unknown",
+        "formats": ", ".join(plan.formats_used()) or "fp32",
+        "budget": peak,
+        "gap": "proven optimal" if plan.gap <= 0.0 else f"at most {100 * plan.gap:.2g} % above the optimum",
+        "binding": plan.binding,
+    }
+    return Text("\n".join(f"{name:8} {value}" for name, value in lines.items()))
+
+
+def plan_data(plan: Plan, chosen: tuple[OpDecision, ...] | None = None) -> dict[str, Any]:
+    """Plain data of a plan for programs: its header, and its ops (or the `chosen` ones)."""
+    return {
+        "policy": plan.policy,
+        "device": plan.device,
+        "formats": list(plan.formats_used()),
+        "predicted": _totals_data(plan.predicted),
+        "predicted_fp32": _totals_data(plan.predicted_fp32),
+        "budget_bytes": plan.budget_bytes,
+        "gap": plan.gap,
+        "binding": plan.binding,
+        "fingerprint": plan.fingerprint,
+        "graph_fingerprint": plan.graph_fingerprint,
+        "ops": [encode(d) | {"kept_as": d.kept_as} for d in (decisions(plan) if chosen is None else chosen)],
+    }
+
+
+_TOTALS = (
+    ("step time", "seconds", lambda s: seconds_text(s).lstrip("+")),
+    ("kept for backward", "saved_bytes", bytes_text),
+    ("peak", "peak_bytes", bytes_text),
+    ("loss noise σ", "loss_sigma", lambda x: f"{x:.2g}"),
+    ("gradient noise / spread", "gradient_ratio", lambda x: f"{x:.2g}"),
+)
+
+
+def _totals_data(totals: Totals | None) -> dict[str, Any] | None:
+    return None if totals is None else asdict(totals)
+
+
+def _storage_text(name: str) -> str:
+    return "as it is" if name == AS_IS else name
+
+
+def _maker(tensor: str) -> str:
+    found = _OUTPUT_OF.fullmatch(tensor)
+    return found["op"] if found else tensor
+
+
+def _module(op: str) -> str:
+    return op.rpartition(":")[0]
+
+
+def _kind(op: str) -> str:
+    return op.rpartition(":")[2].partition("#")[0] if "#" in op else op.partition(":")[0]
+
+
+def _nearest_of_many(pattern: str, names: set[str]) -> str:
+    hint = nearest(pattern.replace("*", ""), names)
+    return hint if hint.startswith(" Did") else f" It has {len(names)} names; explain the plan without one to see them."

@@ -1,0 +1,214 @@
+"""The second law: no bad step changes a parameter, a buffer or optimizer state, however the loop steps."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import autoprec
+import autoprec.serial
+from tests.models import ConvNet
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=False),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
+}
+
+
+class Loop:
+    """A training loop of one style. `step(batch)` is one optimizer step."""
+
+    def __init__(self, model: nn.Module, make: Callable[[list[nn.Parameter]], Optimizer], style: str) -> None:
+        self.model, self.style = model, style
+        parameters = list(model.parameters())
+        parts = [parameters[:4], parameters[4:]] if style == "two optimizers" else [parameters]
+        self.optimizers = [make(p) for p in parts]
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if style == "GradScaler" else None
+        self.closes = style == "closure" or isinstance(self.optimizers[0], torch.optim.LBFGS)
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(self.model(batch[0]), batch[1])
+
+    def backward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        parts = [batch]
+        if self.style == "accumulation":
+            half = len(batch[0]) // 2
+            parts = [(batch[0][:half], batch[1][:half]), (batch[0][half:], batch[1][half:])]
+        for part in parts:
+            loss = self.loss(part) / len(parts)
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if self.style == "clip_grad_norm_":
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if self.style == "clip_grad_value_":
+            nn.utils.clip_grad_value_(self.model.parameters(), 0.1)
+        return loss
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> None:
+        if not self.closes:
+            self.backward(batch)
+        for optimizer in self.optimizers:
+            if self.closes:
+                optimizer.step(lambda: self.backward(batch))
+            elif self.scaler is not None:
+                self.scaler.step(optimizer)
+            else:
+                optimizer.step()
+        if self.scaler is not None:
+            self.scaler.update()
+
+    def state(self) -> list[Any]:
+        """Everything that a bad step must leave alone."""
+        model = [t.detach().clone() for t in (*self.model.parameters(), *self.model.buffers())]
+        return [model, [copy.deepcopy(o.state_dict()) for o in self.optimizers]]
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def batch(*, bad: bool = False) -> tuple[Tensor, Tensor]:
+    x = torch.randn(8, 1, 12, 12)
+    if bad:
+        x[1, 0, 3, 3] = float("nan")
+    return x, torch.randint(0, 10, (8,))
+
+
+STYLES = ["plain", "closure", "clip_grad_norm_", "clip_grad_value_", "accumulation", "GradScaler", "two optimizers"]
+# torch itself refuses these: LBFGS needs a closure, GradScaler takes none.
+IMPOSSIBLE = {("LBFGS", "plain"), ("LBFGS", "GradScaler")}
+GRID = [pair for pair in itertools.product(OPTIMIZERS, STYLES) if pair not in IMPOSSIBLE]
+
+
+@pytest.mark.parametrize(
+    ("policy", "optimizer", "style"),
+    [("observe", *pair) for pair in GRID] + [("bf16", "AdamW", s) for s in STYLES] + [("bf16", "LBFGS", "closure")],
+)
+def test_a_nan_batch_changes_nothing(policy: str, optimizer: str, style: str) -> None:
+    torch.manual_seed(0)
+    chosen = autoprec.serial.load_policy(policy).replaced(calibration={"steps": 2})
+    model = autoprec.compile(ConvNet(), policy=chosen, events=None)
+    session = autoprec.session(model)
+    loop = Loop(model, OPTIMIZERS[optimizer], style)
+    for _ in range(3):
+        loop.step(batch())
+    before, steps = loop.state(), session.steps
+    loop.step(batch(bad=True))
+    assert same(before, loop.state())
+    assert session.step_was_skipped
+    incidents = [e for e in session.events if e.kind == "bad_step"]
+    # With closures every optimizer makes a step of its own: forward, backward, veto.
+    assert [e.op for e in incidents] == ["conv1:conv2d#0"] * (len(loop.optimizers) if loop.closes else 1)
+    assert "not finite already" in incidents[0].evidence  # it came with the data
+    loop.step(batch())
+    assert session.steps > steps
+    assert not session.step_was_skipped
+    assert not same(before[0], loop.state()[0])
+    assert all(bool(t.isfinite().all()) for t in loop.state()[0])
+
+
+def test_without_the_guard_the_same_batch_does_poison() -> None:
+    """The test above can fail."""
+    torch.manual_seed(0)
+    model = ConvNet()
+    loop = Loop(model, OPTIMIZERS["AdamW"], "plain")
+    loop.step(batch())
+    before = loop.state()
+    loop.step(batch(bad=True))
+    assert not same(before, loop.state())
+
+
+def test_an_inf_that_clipping_would_launder_is_seen() -> None:
+    """clip_grad_value_ turns an inf into a finite number before the optimizer looks."""
+    model = autoprec.compile(nn.Sequential(nn.Linear(4, 4, bias=False)), policy="observe", events=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model[0].weight.detach().clone()
+    (model(torch.full((2, 4), 1e30)) * 1e30).sum().backward()
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    assert bool(model[0].weight.grad.isfinite().all())
+    optimizer.step()
+    assert torch.equal(before, model[0].weight)
+    assert model[0].weight.grad is not None  # the gradients come back
+
+
+def test_large_finite_gradients_are_not_bad() -> None:
+    """Their sum overflows float32, none of them does."""
+    model = autoprec.compile(nn.Sequential(nn.Linear(64, 64, bias=False)), policy="observe", events=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
+    (model(torch.ones(1, 64)) * 1e38).sum().backward()
+    optimizer.step()
+    session = autoprec.session(model)
+    assert session.steps == 1 and session.skipped_steps == 0
+
+
+def test_patience_ends_in_an_error_with_weights_intact() -> None:
+    policy = autoprec.Policy(name="impatient", formats=("fp32",), guard={"patience_steps": 3})
+    model = autoprec.compile(ConvNet(), policy=policy, events=None)
+    loop = Loop(model, OPTIMIZERS["AdamW"], "plain")
+    loop.step(batch())
+    before = loop.state()
+    with pytest.raises(autoprec.NonFiniteError, match=r"3 bad steps in a row.*conv1:conv2d#0"):
+        for _ in range(5):
+            loop.step(batch(bad=True))
+    assert same(before, loop.state())
+
+
+def test_guard_raise() -> None:
+    policy = autoprec.Policy(name="strict", formats=("fp32",), guard={"nonfinite": "raise"})
+    model = autoprec.compile(ConvNet(), policy=policy, events=None)
+    loop = Loop(model, OPTIMIZERS["AdamW"], "plain")
+    before = loop.state()
+    with pytest.raises(autoprec.NonFiniteError, match="conv1:conv2d#0"):
+        loop.step(batch(bad=True))
+    assert same(before, loop.state())
+
+
+def test_an_overflow_of_fp16_is_caught_named_and_promoted() -> None:
+    """Weights grow until an activation passes 65504: no update, the layer leaves FP16, the run goes on."""
+    torch.manual_seed(0)
+    policy = autoprec.Policy(
+        name="half", formats=("fp32", "fp16"), objective="bytes", storage={"formats": ()}, calibration={"steps": 2}
+    )
+    model = autoprec.compile(
+        nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1)),
+        policy=policy,
+        events="events.jsonl",
+    )
+    session = autoprec.session(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    changed_by_bad_steps = 0
+    for i in range(14):
+        with torch.no_grad():
+            model[2].weight.mul_(6.0 if i > 3 else 1.0)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        (model(torch.randn(8, 16)).mean() * 1e-6).backward()
+        optimizer.step()
+        if session.step_was_skipped:
+            changed_by_bad_steps += not same(before, list(model.parameters()))
+    promoted = [e for e in session.events if e.kind == "promoted"]
+    assert promoted and promoted[0].op.startswith("2:linear") and promoted[0].was == "fp16"
+    assert promoted[0].trigger == "overflow" and promoted[0].now == "fp32"
+    assert session.skipped_steps >= 1 and changed_by_bad_steps == 0
+    assert not session.step_was_skipped and session.steps > 4
+    lines = open("events.jsonl", encoding="utf-8").read().splitlines()
+    assert [autoprec.serial.event_from_json_line(line) for line in lines if '"promoted"' in line] == promoted
