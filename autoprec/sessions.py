@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from autoprec.calibration.timing import measure_casts, time_ops
 from autoprec.devices import Device
 from autoprec.errors import InfeasibleError, InputError, NonFiniteError, NotCapturedError, PlanError
 from autoprec.execution import boundaries, dispatch
+from autoprec.execution.checking import CheckingInterpreter
 from autoprec.execution.guard import (
     BufferSnapshot,
     GradientWatch,
@@ -36,7 +37,7 @@ from autoprec.planning.planner import make_plan
 from autoprec.plans import Assignment, Event, Plan
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
-from autoprec.rewriting.rewrite import Rewritten, output_format, rewrite
+from autoprec.rewriting.rewrite import Rewritten, rewrite
 from autoprec.serial import event_to_json_line
 from autoprec.tracing.bindings import Binding, SiteRegister, bind
 from autoprec.tracing.templates import Template
@@ -67,6 +68,8 @@ class _Slot:
     binding: Binding
     trains: bool
     rewritten: Rewritten | None = None
+    checked: bool = False
+    executed: dict[str, str] = field(default_factory=dict)
     calls: int = 0
 
     @property
@@ -139,7 +142,6 @@ class Session:
         self._bad_in_row = 0
         self._incident: str = ""
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._autocast_noticed = False
         self._paused = False
         dispatch.adopt(list(self._parameters.values()), self)
         dispatch.install(model, self)
@@ -173,15 +175,8 @@ class Session:
         return {slot.binding.ops[0].id: slot.calls for slot in self._slots.values() if slot.binding.ops}
 
     def executed_formats(self) -> dict[str, str]:
-        """Op id → format of its output in the graph that runs now, read off the graph, not off the plan."""
-        found: dict[str, str] = {}
-        for slot in self._slots.values():
-            origin = None if slot.rewritten is None else slot.rewritten.origin
-            for node in slot.module.graph.nodes:
-                op = slot.binding.op_of.get(node if origin is None else origin.get(node, node))
-                if op is not None:
-                    found[op.id] = output_format(node)
-        return found
+        """Op id → format of its output, read off what ran (not off the plan) at the first run of each graph."""
+        return {op: fmt for slot in self._slots.values() for op, fmt in slot.executed.items()}
 
     # Running ---------------------------------------------------------------------------------------------------
 
@@ -192,14 +187,23 @@ class Session:
     def run(self, template: Template, arguments: Sequence[Any]) -> Any:
         """Run a captured graph for the owner of its parameters (called by the dispatcher)."""
         key = (template, tuple(id(arguments[p]) for p in template.parameter_positions))
+        self._refuse_autocast()
         slot = self._slots.get(key)
         if slot is None:
             slot = self._slots[key] = self._bind(template, arguments)
         slot.calls += 1
-        self._notice_autocast()
         if self._paused or not (slot.trains and torch.is_grad_enabled()):
-            return slot.module.forward(*arguments)
+            return self._execute(slot, arguments)
         return self._run_training(slot, arguments)
+
+    def _execute(self, slot: _Slot, arguments: Sequence[Any]) -> Any:
+        if slot.rewritten is None or slot.checked:
+            return slot.module.forward(*arguments)
+        assert self.plan is not None
+        checking = CheckingInterpreter(slot.rewritten, slot.binding, self.plan)
+        result = checking.run(*arguments)
+        slot.checked, slot.executed = True, checking.executed
+        return result
 
     def run_unowned(self, template: Template, arguments: Sequence[Any]) -> Any:
         """A graph without parameters runs as the user wrote it, and is listed in `unowned`."""
@@ -216,7 +220,7 @@ class Session:
 
     def _put_plan(self, slot: _Slot) -> None:
         """Give a slot the executable of the current plan; the identity plan runs the captured graph itself."""
-        slot.rewritten = None
+        slot.rewritten, slot.checked = None, False
         if self.plan is not None and not self.plan.is_identity:
             slot.rewritten = rewrite(slot.binding, self.plan, self._device_type)
 
@@ -233,7 +237,7 @@ class Session:
             origin = None if slot.rewritten is None else slot.rewritten.origin
             outputs = ObservingInterpreter(slot.module, slot.binding, self._observer, origin).run(*arguments)
         else:
-            outputs = slot.module.forward(*arguments)
+            outputs = self._execute(slot, arguments)
         for i, y in enumerate(outputs if isinstance(outputs, (tuple, list)) else (outputs,)):
             if isinstance(y, Tensor) and y.requires_grad and not y.is_leaf:
                 y.register_hook(_keeper(record, i))
@@ -259,15 +263,12 @@ class Session:
         elif monitored:
             self._observer = StepObserver(limit=MONITOR_SAMPLE_LIMIT, sensitivities=False)
 
-    def _notice_autocast(self) -> None:
-        if self._autocast_noticed or not torch.is_autocast_enabled(self._device_type):
-            return
-        self._autocast_noticed = True
-        self._event(
-            "warning",
-            trigger="autocast",
-            evidence="the model is called inside torch.autocast, which casts on top of the plan; remove it",
-        )
+    def _refuse_autocast(self) -> None:
+        if torch.is_autocast_enabled(self._device_type):
+            raise InputError(
+                "the model is called inside torch.autocast, which would cast on top of the plan without being seen in"
+                " the captured graph; remove the autocast context (policy='bf16' is its uniform counterpart)"
+            )
 
     # The step boundary -----------------------------------------------------------------------------------------
 
@@ -281,6 +282,8 @@ class Session:
         if self._paused or not self._owns(optimizer):
             return None
         self._optimizers.add(optimizer)
+        if self._given_plan and self.steps == 0 and self.plan is not None and self._in_step:
+            check_plan_fits(self.plan, self.bindings)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._check_coverage()

@@ -41,7 +41,7 @@ class Transformer(nn.Module):
         self, width: int = 64, depth: int = 2, vocabulary: int = 100, *, graph_break: bool = False, tied: bool = True
     ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
+        self.embed, self.place = nn.Embedding(vocabulary, width), nn.Embedding(64, width)
         self.blocks = nn.ModuleList(Block(width, graph_break=graph_break) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
@@ -49,7 +49,7 @@ class Transformer(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        x = self.embed(tokens)
+        x = self.embed(tokens) + self.place(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))

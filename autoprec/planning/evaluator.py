@@ -8,8 +8,8 @@ from autoprec.planning.values import Choice, Evaluation, Gemm, PlanTensor, Probl
 
 __all__ = ["SECONDARY", "TERTIARY", "evaluate", "holders", "objective_of"]
 
-#: Weights of what breaks ties: saved bytes under objective "time" (seconds under "bytes"), then noise. All parts are
-#: relative, so a thousandth of the saved bytes is never worth more than 1e-9 of the step's time.
+#: What breaks ties. SECONDARY: all saved bytes are worth 1e-4 of the step's time (under "bytes": the other way
+#: round). TERTIARY: the whole noise limit of one weight is worth 1e-6 of it.
 SECONDARY = 1e-6
 TERTIARY = 1e-9
 
@@ -163,7 +163,7 @@ def evaluate(problem: Problem, choice: Choice) -> Evaluation:
     variance, rows = step.loss_variance(), step.rows()
     noise = variance / problem.loss_scale
     if rows:
-        noise += sum(v / row.limit for v, row in zip(rows, problem.rows, strict=True)) / len(rows)
+        noise += sum(v / row.limit for v, row in zip(rows, problem.rows, strict=True))
     ratios = (v / row.reference for v, row in zip(rows, problem.rows, strict=True))
     return Evaluation(
         seconds=step.seconds,

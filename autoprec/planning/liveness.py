@@ -12,23 +12,21 @@ __all__ = ["Demand", "demands"]
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """`size` bytes of a tensor are held if one of the units has `format`.
+    """Copies of one tensor: the one in a format is held if any of the units has that format.
 
     Attributes:
         tensor: index of the tensor.
-        format: of the copy.
-        size: its bytes.
+        sizes: bytes of the copy by format.
         always: units (None is FP32) that hold it by having the format.
         unless_packed: units that hold it only while the tensor is not kept in E4M3.
-        packed: held exactly if the tensor is kept in E4M3, whatever the units have.
+        packed_size: bytes that are held exactly if the tensor is kept in E4M3, whatever the units have.
     """
 
     tensor: int
-    format: str
-    size: int
+    sizes: tuple[tuple[str, int], ...] = ()
     always: tuple[int | None, ...] = ()
     unless_packed: tuple[int | None, ...] = ()
-    packed: bool = False
+    packed_size: int = 0
 
 
 def demands(problem: Problem, moment: int) -> Iterator[Demand]:
@@ -36,36 +34,33 @@ def demands(problem: Problem, moment: int) -> Iterator[Demand]:
     for i, t in enumerate(problem.tensors):
         if t.birth > moment:
             continue
-        yield from _copies(problem, i, t, moment)
-        if t.gemms:
-            start = min(problem.gemms[k].moment for k in t.gemms)
-            if start <= moment <= problem.backward(start):
-                yield Demand(tensor=i, format="", size=t.packed_bytes, packed=True)
-            for mask in t.masks:
-                if mask <= moment <= problem.backward(mask):
-                    yield Demand(tensor=i, format="", size=t.mask_bytes, packed=True)
+        reading = [use.unit for use in t.readers if use.moment >= moment]
+        if t.birth == moment:
+            reading = [t.born, *(use.unit for use in t.readers)]
+        keeping = [use.unit for use in t.savers if problem.backward(use.moment) >= moment]
+        if reading or keeping:
+            formats = dict.fromkeys(f for u in (*reading, *keeping) for f in _formats(problem, u))
+            yield Demand(
+                tensor=i,
+                sizes=tuple((f, t.bytes_in(f)) for f in formats if t.bytes_in(f)),
+                always=tuple(dict.fromkeys(reading)),
+                unless_packed=tuple(dict.fromkeys(keeping)),
+            )
+        packed = _packed_size(problem, t, moment)
+        if packed:
+            yield Demand(tensor=i, packed_size=packed)
         until = problem.backward(t.birth)
         if t.gradient_from is not None and problem.backward(t.gradient_from) <= moment <= until:
-            for f in _formats(problem, t.born):
-                size = t.numel * bytes_of(f)
-                yield Demand(tensor=i, format=f, size=size, always=(t.born,))
+            sizes = tuple((f, t.numel * bytes_of(f)) for f in _formats(problem, t.born))
+            yield Demand(tensor=i, sizes=sizes, always=(t.born,))
 
 
-def _copies(problem: Problem, index: int, t: PlanTensor, moment: int) -> Iterator[Demand]:
-    reading = [use.unit for use in t.readers if use.moment >= moment]
-    if t.birth == moment:
-        reading = [t.born, *(use.unit for use in t.readers)]
-    keeping = [use.unit for use in t.savers if problem.backward(use.moment) >= moment]
-    for f in dict.fromkeys(f for u in (*reading, *keeping) for f in _formats(problem, u)):
-        size = t.bytes_in(f)
-        if size:
-            yield Demand(
-                tensor=index,
-                format=f,
-                size=size,
-                always=tuple(dict.fromkeys(u for u in reading if f in _formats(problem, u))),
-                unless_packed=tuple(dict.fromkeys(u for u in keeping if f in _formats(problem, u))),
-            )
+def _packed_size(problem: Problem, t: PlanTensor, moment: int) -> int:
+    if not t.gemms:
+        return 0
+    start = min(problem.gemms[k].moment for k in t.gemms)
+    size = t.packed_bytes if start <= moment <= problem.backward(start) else 0
+    return size + t.mask_bytes * sum(mask <= moment <= problem.backward(mask) for mask in t.masks)
 
 
 def _formats(problem: Problem, unit: int | None) -> tuple[str, ...]:

@@ -16,11 +16,13 @@ multiplied by 10⁴, so that the solver's absolute tolerances (10⁻⁶) are har
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from scipy.sparse import csr_array
 
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
-from autoprec.planning.liveness import Demand, demands
+from autoprec.planning.liveness import demands
 from autoprec.planning.values import Choice, Gemm, Problem, bytes_of
 
 __all__ = ["OBJECTIVE_SCALE", "Linear", "Program"]
@@ -31,6 +33,9 @@ OBJECTIVE_SCALE = 1e4
 _CAP = 2.0
 
 _PACKED = "fp8_e4m3"
+
+
+_DemandKey = tuple[tuple[tuple[str, int], ...], tuple[int | None, ...], tuple[int | None, ...], int]
 
 
 class Linear:
@@ -61,7 +66,7 @@ class Program:
         self.integer: list[int] = []
         self.rows: list[dict[int, float]] = []
         self.floors: list[float] = []
-        self._live: dict[tuple[frozenset[tuple[int, str]], frozenset[tuple[int, str, int]]], int] = {}
+        self._live: dict[_DemandKey, dict[str, Linear]] = {}
         self.workspace: list[tuple[int, Linear, int]] = []
         primary, secondary = OBJECTIVE_SCALE, OBJECTIVE_SCALE * SECONDARY
         time, space = (primary, secondary) if problem.objective == "time" else (secondary, primary)
@@ -135,6 +140,46 @@ class Program:
             self.at_least(new, c)
         return Linear().add(new)
 
+    def copies(
+        self,
+        costs: dict[str, float],
+        always: Sequence[int | None],
+        unless: Sequence[int | None] = (),
+        spared: int | None = None,
+    ) -> dict[str, Linear]:
+        """By format: 1 if a unit of `always` has it, or a unit of `unless` has it and the binary `spared` is 0.
+
+        Rows over all formats together keep the relaxation from halving a unit between two formats to get both free.
+        """
+        found = {}
+        for f, cost in costs.items():
+            cases = [self.is_in(u, f) for u in always]
+            for u in unless:
+                case = self.is_in(u, f)
+                if spared is not None and (case.terms or case.constant):
+                    case.add(spared, -1.0)
+                cases.append(case)
+            found[f] = self.any_of(cases, cost)
+        if spared is not None and len(costs) > 1:
+            for u in dict.fromkeys(unless):
+                short = Linear().add(spared, -1.0)
+                for f in costs:
+                    short.add(self.is_in(u, f)).add(found[f], -1.0)
+                self.at_most(short, 0.0)
+        return found
+
+    def _one_of(self, binary: int, unit: int, seconds: dict[str, float]) -> dict[str, Linear]:
+        """By format: 1 if the binary is 1 and the unit has the format; costs seconds."""
+        found = {}
+        short = Linear().add(binary)
+        for f, cost in seconds.items():
+            both = self.variable(self._second * cost)
+            self.at_most(Linear().add(both).add(self.is_in(unit, f), -1.0), 0.0)
+            found[f] = Linear().add(both)
+            short.add(both, -1.0)
+        self.at_most(short, 0.0)
+        return found
+
     def _charged(self, expression: Linear, cost: float) -> Linear:
         for k, factor in expression.terms.items():
             self.cost[k] += cost * factor
@@ -189,18 +234,14 @@ class Program:
         for i, t in enumerate(p.tensors):
             self._casts_to(t.born, [use.unit for use in t.readers], t.numel, back=t.casts_back)
             spared = self.s.get(i)
-            for f in dict.fromkeys(f for use in t.savers for f in self.formats(use.unit)):
-                kept = [self.is_in(use.unit, f) for use in t.savers]
-                if spared is not None:
-                    kept = [Linear().add(e).add(spared, -1.0) for e in kept]
-                self.any_of(kept, self._byte * t.bytes_in(f))
+            kept = dict.fromkeys(f for use in t.savers for f in self.formats(use.unit))
+            costs = {f: self._byte * t.bytes_in(f) for f in kept}
+            self.copies(costs, (), [use.unit for use in t.savers], spared)
             if spared is None:
                 continue
             self.cost[spared] += self._byte * (t.packed_bytes + len(t.masks) * t.mask_bytes)
-            first = min((p.gemms[k] for k in t.gemms), key=lambda gemm: gemm.moment)
-            for f in self.formats(first.output):
-                both = Linear(-1.0).add(spared).add(self.is_in(first.output, f))
-                self.any_of([both], self._second * p.cast_seconds(f, _PACKED, t.numel))
+            first = min((p.gemms[k] for k in t.gemms), key=lambda gemm: gemm.moment).output
+            self._one_of(spared, first, {f: p.cast_seconds(f, _PACKED, t.numel) for f in self.formats(first)})
 
     def _gemm_casts(self, gemm: Gemm) -> None:
         p = self.problem
@@ -215,19 +256,25 @@ class Program:
         packed = self._packs(gemm)
         self._casts_to(gemm.output, [gemm.grad_weight], gemm.x_numel, back=False, moment=moment, spared=packed)
         if packed is not None:
-            for g in self.formats(gemm.grad_weight):
-                both = Linear(-1.0).add(packed).add(self.is_in(gemm.grad_weight, g))
-                decoded = self.any_of([both], self._second * p.cast_seconds(_PACKED, g, gemm.x_numel))
+            unit = gemm.grad_weight
+            seconds = {g: p.cast_seconds(_PACKED, g, gemm.x_numel) for g in self.formats(unit)}
+            for g, decoded in self._one_of(packed, unit, seconds).items():
                 self.workspace.append((moment, decoded, gemm.x_numel * bytes_of(g)))
 
     def _result_casts(self, gemm: Gemm, moment: int) -> None:
         """The input's gradient, made in the grad_input format, goes back in the format in which the input was read."""
         for h in self.formats(gemm.grad_input):
-            others = [f for f in self.formats(gemm.output) if f != h]
-            for f in others:
-                both = Linear(-1.0).add(self.is_in(gemm.grad_input, h)).add(self.is_in(gemm.output, f))
-                cast = self.any_of([both], self._second * self.problem.cast_seconds(h, f, gemm.x_numel))
-                self.workspace.append((moment, cast, gemm.x_numel * bytes_of(h)))
+            others = {f: self.problem.cast_seconds(h, f, gemm.x_numel) for f in self.formats(gemm.output) if f != h}
+            if not others:
+                continue
+            casts = Linear()
+            for f, seconds in others.items():
+                cast = self.variable(self._second * seconds)
+                self.at_most(Linear().add(cast).add(self.is_in(gemm.output, f), -1.0), 0.0)
+                casts.add(cast)
+            need = Linear().add(self.is_in(gemm.grad_input, h)).add(self.is_in(gemm.output, h), -1.0)
+            self.at_most(need.add(casts, -1.0), 0.0)
+            self.workspace.append((moment, casts, gemm.x_numel * bytes_of(h)))
 
     def _packs(self, gemm: Gemm) -> int | None:
         tensor = self.problem.tensors[gemm.x]
@@ -279,15 +326,14 @@ class Program:
                     event = self.any_of([self.is_in(u, f) for u in (gemm.output, gemm.grad_weight)])
                     total.add(event, min(energy / row.limit, _CAP))
                 packed = self._packs(gemm)
+                units = (gemm.output, gemm.grad_weight, p.tensors[gemm.x].born)
+                read = self.copies({f: 0.0 for f, _ in gemm.x_noise}, (), units, packed)
                 for f, energy in gemm.x_noise:
-                    cases = [self.is_in(u, f) for u in (gemm.output, gemm.grad_weight, p.tensors[gemm.x].born)]
-                    if packed is not None:
-                        cases = [Linear().add(c).add(packed, -1.0) for c in cases]
-                    total.add(self.any_of(cases), min(energy / row.limit, _CAP))
+                    total.add(read[f], min(energy / row.limit, _CAP))
                 if packed is not None:
                     total.add(packed, min(gemm.packed_noise / row.limit, _CAP))
             self.at_most(total, 1.0)
-            self._charged(total, self._noise / len(p.rows))
+            self._charged(total, self._noise)
 
     # Bytes
 
@@ -303,32 +349,16 @@ class Program:
             if at == moment:
                 total.add(expression, float(size))
         for demand in demands(p, moment):
-            total.add(self._demanded(demand), float(demand.size))
+            spared = self.s.get(demand.tensor)
+            if spared is not None:
+                total.add(spared, float(demand.packed_size))
+            key = (demand.sizes, demand.always, demand.unless_packed, demand.tensor if demand.unless_packed else -1)
+            if key not in self._live:
+                costs = {f: 0.0 for f, _ in demand.sizes}
+                self._live[key] = self.copies(costs, demand.always, demand.unless_packed, spared)
+            for f, size in demand.sizes:
+                total.add(self._live[key][f], float(size))
         return total
-
-    def _demanded(self, demand: Demand) -> Linear:
-        """1 if the copy that a demand speaks of is held: a live variable per distinct set of reasons."""
-        spared = self.s.get(demand.tensor)
-        if demand.packed:
-            assert spared is not None
-            return Linear().add(spared)
-        cases = [self.is_in(u, demand.format) for u in demand.always]
-        for u in demand.unless_packed:
-            case = self.is_in(u, demand.format)
-            cases.append(case if spared is None else Linear().add(case).add(spared, -1.0))
-        key = (
-            frozenset((-1 if u is None else u, demand.format) for u in demand.always),
-            frozenset((-1 if u is None else u, demand.format, -1 if spared is None else spared)
-                      for u in demand.unless_packed),
-        )  # fmt: skip
-        if key in self._live:
-            return Linear().add(self._live[key])
-        found = self.any_of(cases)
-        if len(found.terms) == 1 and found.constant == 0.0:
-            ((variable, factor),) = found.terms.items()
-            if factor == 1.0:
-                self._live[key] = variable
-        return found
 
     # In and out
 

@@ -296,7 +296,7 @@ class Evaluation:
         peak_moment: the first moment with the peak.
         bytes_at: bytes held at each moment.
         rows: E‖δ∇W‖² by weight row.
-        noise: mean of row / limit plus loss variance / its scale; breaks ties only.
+        noise: Σ row / limit plus loss variance / its scale; breaks ties only.
         objective: what the solvers minimise.
         violations: broken constraints; none means feasible.
     """

@@ -19,16 +19,17 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoprec.errors import PlanError
 from autoprec.graphs import OpClass, Role
 from autoprec.numerics.casts import cast, enter_region, leave_region, saturating_cast
-from autoprec.numerics.dtypes import dtype_of, format_of
+from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.gemm import conv, keep, linear, matmul, relu_keeping_bits
 from autoprec.numerics.specs import conv_options, gemm_spec
 from autoprec.plans import AS_IS, Plan
 from autoprec.tracing.bindings import Binding, OpNode
 from autoprec.tracing.kinds import CONVS, changes_mode, out_of_place, returns_float32
 
-__all__ = ["Rewritten", "output_format", "rewrite", "root_ids"]
+__all__ = ["Rewritten", "rewrite", "root_ids"]
 
 _FP32 = "fp32"
 
@@ -160,7 +161,7 @@ class _Rewriter:
     def visit_op(self, op: OpNode) -> None:
         if op.inplace is not None:
             self.visit_inplace(op, op.inplace)
-        elif op.op_class is OpClass.VIEW:
+        elif op.op_class is OpClass.VIEW and (op.id, Role.OUTPUT) not in self.plan.format_of:
             base = op.inputs[0][0] if op.inputs else None
             fmt = self.born[base] if base is not None and returns_float32(base.meta["example_value"]) else _FP32
             new = self.graph.node_copy(op.node, lambda n: self.as_born(n) if n is base else self.as_written(n))
@@ -180,6 +181,8 @@ class _Rewriter:
         self.put(op.node, new, fmt, changed)
 
     def visit_planned(self, op: OpNode) -> None:
+        if op.op_class not in (OpClass.GEMM, OpClass.POINTWISE, OpClass.NORM):
+            raise PlanError(f"the plan gives {op.id} a format, but {op.kind} is {op.op_class.value}: it takes none")
         formats = {role: f for role in Role if (f := self.plan.format_of.get((op.id, role))) is not None}
         fmt = formats[Role.OUTPUT]
         region = self.region.get(op.id)
@@ -250,18 +253,6 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     a, b = values[0], values[1]
     assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
     return a, b
-
-
-def output_format(node: fx.Node) -> str:
-    """The format in which a node of a rewritten graph gives its result, by what it executes."""
-    fixed = getattr(node.target, "fixed", ())
-    if fixed:
-        return format_of(fixed[0].output)
-    casts = [format_of(n.args[1]) for n in node.all_input_nodes if n.target in _CASTS]
-    return casts[0] if casts else _FP32
-
-
-_CASTS = (cast, saturating_cast, enter_region, leave_region)
 
 
 def root_ids(binding: Binding) -> dict[str, str]:

@@ -1,0 +1,113 @@
+"""TARGET: a function of the user's, by file or module, that returns `(model, batches, loss_fn)`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from autoprec.errors import AutoprecError, InputError, nearest
+
+__all__ = ["Target", "load_target"]
+
+_FORM = "TARGET is file.py:function or module:function"
+
+
+class Target(NamedTuple):
+    """What the user's function returned, and a context in which their code runs."""
+
+    model: nn.Module
+    batches: Iterable[Any]
+    loss_fn: Callable[..., Any]
+    running: Callable[[], Any]
+
+
+def load_target(text: str) -> Target:
+    """Import the file or module and call the function. `InputError` says what is wrong, and in which line of theirs."""
+    place, colon, name = text.rpartition(":")
+    if not (colon and place and name):
+        raise InputError(f"{_FORM}, not {text!r}" + ("" if colon else ": there is no colon"))
+    is_file = place.endswith(".py") or "/" in place or "\\" in place
+    module = _import_file(Path(place)) if is_file else _import_module(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        callables = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        what = "is not a function" if hasattr(module, name) else "has no such function"
+        raise InputError(f"{text}: {place} {what}.{nearest(name, callables)}")
+    source = getattr(getattr(function, "__code__", None), "co_filename", module.__file__ or "")
+    with _their_code(source):
+        made = function()
+    return _checked(text, made, lambda: _their_code(source))
+
+
+def _checked(text: str, made: Any, running: Callable[[], Any]) -> Target:
+    wanted = f"{text}: must return (model, batches, loss_fn)"
+    if not isinstance(made, (tuple, list)) or len(made) != 3:
+        size = f" of {len(made)}" if isinstance(made, (tuple, list)) else ""
+        raise InputError(f"{wanted}, not {type(made).__name__}{size}")
+    model, batches, loss_fn = made
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{wanted}; the model must be an nn.Module, not {type(model).__name__}")
+    if not isinstance(batches, Iterable):
+        raise InputError(f"{wanted}; batches must be iterable, not {type(batches).__name__}")
+    if not callable(loss_fn):
+        raise InputError(f"{wanted}; loss_fn must be callable as loss_fn(model, batch), not {type(loss_fn).__name__}")
+    return Target(model, batches, loss_fn, running)
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        what = "is a directory" if path.is_dir() else "does not exist"
+        raise InputError(f"{path}: {what}. {_FORM}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{path}: is not a Python file. {_FORM}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickles look their module up
+    sys.path.insert(0, str(path.resolve().parent))  # as for `python file.py`
+    with _their_code(str(path)):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        raise InputError(f"no module named {name!r} here. {_FORM}")
+    with _their_code(spec.origin or name):
+        return importlib.import_module(name)
+
+
+@contextmanager
+def _their_code(source: str) -> Iterator[None]:
+    """Exceptions that pass through a line of `source` become an `InputError` that names the last such line.
+
+    Others are errors of ours and pass unchanged.
+    """
+    try:
+        yield
+    except AutoprecError:
+        raise
+    except SyntaxError as error:
+        raise InputError(f"{error.filename}:{error.lineno}: SyntaxError: {error.msg}") from error
+    except (Exception, SystemExit) as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == source]
+        if not frames:
+            raise
+        line = frames[-1]
+        message = str(error).strip().partition("\n")[0]
+        raise InputError(
+            f"{line.filename}:{line.lineno} (in {line.name}): {type(error).__name__}: {message}"
+        ) from error

@@ -1,0 +1,144 @@
+"""One layer's weights grow until its FP16 activations overflow. Only the training loop touches them."""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.optim import Optimizer
+
+import autoprec
+from autoprec.demo.results import Growth
+from autoprec.demo.tasks import Batch, Task
+from autoprec.devices import Device
+from autoprec.errors import InfeasibleError
+from autoprec.formats import format_named
+from autoprec.graphs import Role
+from autoprec.plans import Plan
+from autoprec.policies import Policy, StorageOptions
+
+__all__ = ["grow_a_layer"]
+
+FACTOR = 1.5
+#: Steps before the growth begins (calibration is among them), the most that it takes, and those that follow.
+STEPS_BEFORE, MOST_STEPS_GROWING, STEPS_AFTER = 12, 60, 20
+
+FP16_WHERE_IT_FITS = Policy(
+    name="fp16 where it fits",
+    formats=("fp32", "fp16"),
+    objective="bytes",
+    storage=StorageOptions(formats=()),
+)
+
+
+def grow_a_layer(task: Task, device: Device | None = None) -> Growth:
+    """Train the digits; multiply one convolution's weights each step until its results pass FP16's maximum.
+
+    Batch norm behind it takes the scale out again, so the run itself stays healthy.
+    """
+    torch.manual_seed(0)
+    model, generator = task.build(), Generator().manual_seed(0)
+    optimizer = task.optimizer(model.parameters())
+    autoprec.compile(model, policy=FP16_WHERE_IT_FITS, device=device, events=None)
+    session = autoprec.session(model)
+    watch = _Watch(model, optimizer)
+    for _ in range(STEPS_BEFORE):
+        watch.step(task, task.batch(generator))
+    assert session.plan is not None
+    op = _grown_op(session.plan, model)
+    name = op.partition(":")[0]
+    layer = model.get_submodule(name)
+    assert isinstance(layer, nn.Conv2d)
+    limit, largest = format_named("fp16").max_value, 0.0
+    for _ in range(MOST_STEPS_GROWING):
+        with torch.no_grad():
+            layer.weight.mul_(FACTOR)
+        batch = task.batch(generator)
+        largest = _largest_result(model, name, batch[0])
+        watch.step(task, batch)
+        if largest > limit:
+            break
+    for _ in range(STEPS_AFTER):
+        watch.step(task, task.batch(generator))
+    finite = [x for x in watch.losses if math.isfinite(x)]
+    return Growth(
+        layer=name,
+        op=op,
+        was="fp16",
+        now=session.plan.format_of.get((op, Role.OUTPUT), "fp32"),
+        largest=largest,
+        limit=limit,
+        steps=len(watch.losses),
+        bad_steps=watch.bad_steps,
+        bad_updates=watch.bad_updates,
+        good_steps_after=watch.good_steps_in_row,
+        first_loss=statistics.mean(finite[:5]),
+        last_loss=statistics.mean(finite[-5:]),
+        caught=tuple(f"step {e.step}: {e.evidence}" for e in session.events if e.kind == "bad_step"),
+        promoted=tuple(e.op for e in session.events if e.kind == "promoted"),
+    )
+
+
+def _grown_op(plan: Plan, model: nn.Module) -> str:
+    """The last convolution whose result the plan has in FP16."""
+    modules = dict(model.named_modules())
+    found = [
+        a.op
+        for a in plan.assignments
+        if a.role is Role.OUTPUT and a.format == "fp16" and isinstance(modules.get(a.op.partition(":")[0]), nn.Conv2d)
+    ]
+    if not found:
+        raise InfeasibleError("the plan has no convolution in fp16, so there is nothing to overflow")
+    return found[-1]
+
+
+@torch.no_grad()
+def _largest_result(model: nn.Module, layer: str, images: Tensor) -> float:
+    """The largest |x| that a layer makes in FP32, by a copy of the model that autoprec knows nothing of."""
+    seen: list[float] = []
+    plain = copy.deepcopy(model)
+    plain.get_submodule(layer).register_forward_hook(lambda _m, _x, y: seen.append(float(y.abs().max())))
+    plain(images)
+    return seen[0]
+
+
+class _Watch:
+    """Takes steps, and compares every bit of the state before and after those whose gradients were not finite."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self.losses: list[float] = []
+        self.bad_steps = self.bad_updates = self.good_steps_in_row = 0
+
+    def step(self, task: Task, batch: Batch) -> None:
+        """One step of a plain training loop, watched."""
+        before = self._state()
+        loss = task.loss(self._model, batch)
+        self._optimizer.zero_grad()
+        loss.backward()
+        bad = any(p.grad is not None and not bool(p.grad.isfinite().all()) for p in self._model.parameters())
+        self._optimizer.step()
+        self.losses.append(loss.item())
+        after = self._state()
+        self.bad_steps += bad
+        self.good_steps_in_row = 0 if bad else self.good_steps_in_row + 1
+        changed = bad and not _same_bits(before, after)
+        self.bad_updates += changed or not all(bool(x.isfinite().all()) for x in after.values())
+
+    def _state(self) -> dict[str, Tensor]:
+        """Copies of parameters, buffers and the optimizer's state."""
+        found = {f"parameter {n}": p for n, p in self._model.named_parameters()}
+        found |= {f"buffer {n}": b for n, b in self._model.named_buffers()}
+        for i, state in enumerate(self._optimizer.state.values()):
+            found |= {f"state {i} {n}": v for n, v in state.items() if isinstance(v, Tensor)}
+        return {name: x.detach().clone() for name, x in found.items()}
+
+
+def _same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """NaN equals NaN here, and 0.0 does not equal −0.0."""
+    return a.keys() == b.keys() and all(
+        torch.equal(x.reshape(-1).view(torch.uint8), b[name].reshape(-1).view(torch.uint8)) for name, x in a.items()
+    )

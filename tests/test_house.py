@@ -1,0 +1,184 @@
+"""House rules: floors, lean imports, exports, documented blocks, no pickle, private modules with a reason."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "autoprec"
+
+FLOORS = {
+    "formats": 0,
+    "errors": 0,
+    "graphs": 1,
+    "profiles": 1,
+    "devices": 1,
+    "policies": 1,
+    "plans": 1,
+    "planning": 2,
+    "reporting": 2,
+    "serial": 2,
+    "numerics": 3,
+    "tracing": 3,
+    "calibration": 4,
+    "rewriting": 4,
+    "monitoring": 4,
+    "execution": 4,
+    "sessions": 5,
+    "api": 5,
+    "demo": 6,
+    "cli": 6,
+}
+TORCH_FROM = 3
+
+#: Private names of torch that the package uses, each with its reason.
+PRIVATE_TORCH = {
+    "torch._dynamo": "the recompile and RNN switches, the only door to Dynamo's configuration",
+    "torch._ops": "the type of higher-order operators in captured graphs",
+    "torch._C": "the profiler's event tags; memory events have no public reader",
+    "torch.ops.mkldnn._is_mkldnn": "torch has no public question for BF16/FP16 instructions on a CPU",
+}
+
+
+def room(path: Path, package: Path = PACKAGE) -> str:
+    return path.relative_to(package).parts[0].removesuffix(".py")
+
+
+def imports(source: str) -> list[tuple[int, str]]:
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, a.name) for a in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.append((node.lineno, node.module))
+    return found
+
+
+def floor_violations(path: Path, source: str, package: Path = PACKAGE) -> list[str]:
+    """Imports of a room on a higher floor, or of torch below the third."""
+    here = room(path, package)
+    if here == "__init__":
+        return [f"{path.name}:{n}: imports {m}" for n, m in imports(source) if m.startswith(("torch", "autoprec."))]
+    wrong = []
+    for line, module in imports(source):
+        parts = module.split(".")
+        if parts[0] == "torch" and FLOORS[here] < TORCH_FROM:
+            wrong.append(f"{path.name}:{line}: torch on floor {FLOORS[here]}")
+        if parts[0] == "autoprec" and len(parts) > 1 and FLOORS[parts[1]] > FLOORS[here]:
+            wrong.append(f"{path.name}:{line}: {here} (floor {FLOORS[here]}) imports {parts[1]}")
+        if module.split(".")[0] in ("pickle", "shelve", "marshal", "dill", "cloudpickle"):
+            wrong.append(f"{path.name}:{line}: {module} can run code from a file")
+    return wrong
+
+
+def sources() -> list[Path]:
+    return [p for p in PACKAGE.rglob("*.py") if "_policies" not in p.parts]
+
+
+def test_modules_import_from_lower_floors_only() -> None:
+    assert len(sources()) > 40
+    wrong = [w for p in sources() for w in floor_violations(p, p.read_text(encoding="utf-8"))]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("planning/noise.py", "import torch"),
+        ("graphs.py", "from autoprec.planning.noise import error_energy"),
+        ("numerics/casts.py", "from autoprec.sessions import Session"),
+        ("serial/values.py", "import pickle"),
+        ("__init__.py", "import torch"),
+    ],
+)
+def test_a_planted_violation_is_seen(file: str, line: str) -> None:
+    path = PACKAGE / file
+    source = path.read_text(encoding="utf-8")
+    assert floor_violations(path, source) == []
+    assert floor_violations(path, f"{source}\n{line}\n") != []
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_import_is_lean() -> None:
+    assert python("import sys, autoprec; print('torch' in sys.modules, 'numpy' in sys.modules)") == "False False"
+    lower = "autoprec.planning.planner, autoprec.serial, autoprec.policies, autoprec.plans, autoprec.profiles"
+    assert python(f"import sys, {lower}; print('torch' in sys.modules)") == "False"
+
+
+def test_every_export_exists() -> None:
+    autoprec = importlib.import_module("autoprec")
+    for name in autoprec.__all__:
+        assert getattr(autoprec, name) is not None
+    for path in sources():
+        module = importlib.import_module(
+            ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        )
+        for name in getattr(module, "__all__", ()):
+            assert hasattr(module, name), f"{path}: {name} is in __all__ but does not exist"
+
+
+def test_private_torch_is_listed() -> None:
+    pattern = re.compile(r"\btorch(?:\.[a-z]\w*)*\._\w+")
+    for path in sources():
+        for used in pattern.findall(path.read_text(encoding="utf-8")):
+            assert any(used.startswith(k) for k in PRIVATE_TORCH), f"{path}: {used} needs a reason in PRIVATE_TORCH"
+
+
+def test_only_the_command_line_reads_the_environment() -> None:
+    for path in sources():
+        if room(path) != "cli":
+            text = path.read_text(encoding="utf-8")
+            assert "os.environ" not in text and "getenv" not in text, path
+
+
+def documents() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda p: p.name)
+def test_documented_blocks_run(path: Path) -> None:
+    """The Python blocks of one document run one after the other, in one namespace, in an empty folder."""
+    blocks = BLOCK.findall(path.read_text(encoding="utf-8"))
+    namespace: dict[str, object] = {"__name__": "documented"}
+    for block in blocks:
+        exec(compile(block, str(path), "exec"), namespace)
+
+
+def test_there_are_documented_blocks() -> None:
+    assert sum(len(BLOCK.findall(p.read_text(encoding="utf-8"))) for p in documents()) >= 5
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda p: p.name)
+def test_documents_link_to_files_that_exist(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
+        assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+@pytest.mark.in_repository
+def test_lint_and_types() -> None:
+    for command in (
+        ["ruff", "check", "."],
+        ["ruff", "format", "--check", "."],
+        ["mypy", "--strict", *(str(PACKAGE / p) for p in TYPED)],
+    ):
+        done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{' '.join(command[:3])}\n{done.stdout}{done.stderr}"
+
+
+#: Floors 0 to 2.
+TYPED = ("errors.py", "formats.py", "graphs.py", "profiles.py", "devices.py", "policies.py", "plans.py", "serial",
+         "planning", "reporting")  # fmt: skip
