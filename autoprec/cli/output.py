@@ -15,10 +15,16 @@ __all__ = ["console", "progress_console", "show"]
 FILE_COLUMNS = 160
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """The command answers a closed pipe, as it does where it prints JSON."""
+        raise BrokenPipeError
+
+
 def console() -> Console:
     """Standard output. Op ids hold brackets and colons, so nothing in a text is markup."""
     width = None if sys.stdout.isatty() else FILE_COLUMNS
-    return Console(width=width, markup=False, emoji=False, highlight=False, soft_wrap=False)
+    return _Console(width=width, markup=False, emoji=False, highlight=False)
 
 
 def progress_console() -> Console:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -37,15 +38,24 @@ def load_target(text: str) -> Target:
         raise InputError(f"{_FORM}, not {text!r}" + ("" if colon else ": there is no colon"))
     is_file = place.endswith(".py") or "/" in place or "\\" in place
     module = _import_file(Path(place)) if is_file else _import_module(place)
-    function = getattr(module, name, None)
-    if not callable(function):
-        callables = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        what = "is not a function" if hasattr(module, name) else "has no such function"
-        raise InputError(f"{text}: {place} {what}.{nearest(name, callables)}")
+    function = _function(text, module, name)
     source = getattr(getattr(function, "__code__", None), "co_filename", module.__file__ or "")
     with _their_code(source):
         made = function()
     return _checked(text, made, lambda: _their_code(source))
+
+
+def _function(text: str, module: ModuleType, name: str) -> Callable[[], Any]:
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
+        what = f"{name!r} is not a function" if hasattr(module, name) else f"there is no function {name!r}"
+        raise InputError(f"{text}: {what}.{nearest(name, functions)}")
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise InputError(f"{text}: must be callable without arguments, but {error}") from error
+    return function
 
 
 def _checked(text: str, made: Any, running: Callable[[], Any]) -> Target:
@@ -73,7 +83,7 @@ def _import_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # dataclasses and pickles look their module up
     sys.path.insert(0, str(path.resolve().parent))  # as for `python file.py`
-    with _their_code(str(path)):
+    with _their_code(spec.origin or str(path)):
         spec.loader.exec_module(module)
     return module
 
@@ -107,7 +117,17 @@ def _their_code(source: str) -> Iterator[None]:
         if not frames:
             raise
         line = frames[-1]
-        message = str(error).strip().partition("\n")[0]
-        raise InputError(
-            f"{line.filename}:{line.lineno} (in {line.name}): {type(error).__name__}: {message}"
-        ) from error
+        raised = _unwrapped(error)
+        message = str(raised).strip().partition("\n")[0]
+        where = f"{line.filename}:{line.lineno} (in {line.name})"
+        raise InputError(f"{where}: {type(raised).__name__}: {message}") from error
+
+
+def _unwrapped(error: BaseException) -> BaseException:
+    """What the model raised; torch.compile wraps it in errors of its own."""
+    while type(error).__module__.startswith("torch._dynamo"):
+        inner = error.__cause__ or error.__context__
+        if inner is None:
+            break
+        error = inner
+    return error

@@ -137,10 +137,10 @@ def solve(problem: Problem, *, relative_gap: float = 0.0) -> Solution | None:
     raise SolverError(f"no feasible proposal in {_ROUNDS} rounds of HiGHS")
 
 
-def smallest_peak(problem: Problem) -> Solution | None:
+def smallest_peak(problem: Problem, *, relative_gap: float = 0.0) -> Solution | None:
     """The choice with the smallest peak that keeps everything but the budget; None if nothing else can be kept.
 
-    Proven to two millionths of the bytes that precision can change; `bound` is in bytes.
+    Proven to `relative_gap`, or two millionths, of the bytes that precision can change; `bound` is in bytes.
     """
     program = Program(problem)
     unit = max(float(found.peak_bytes - problem.fixed_bytes) for found in _seeds(problem)) or 1.0
@@ -152,7 +152,7 @@ def smallest_peak(problem: Problem) -> Solution | None:
     for _ in range(_ROUNDS):
         cost = [0.0] * len(program.cost)
         cost[peak] = OBJECTIVE_SCALE
-        answer = _run(program, cost, 0.0)
+        answer = _run(program, cost, relative_gap / 2)
         if answer is None:
             return best
         bound = problem.fixed_bytes + answer.bound / OBJECTIVE_SCALE * unit
@@ -161,7 +161,7 @@ def smallest_peak(problem: Problem) -> Solution | None:
         kept = all(v.kind == "peak" for v in found.violations)
         if kept and (best is None or found.peak_bytes < best.evaluation.peak_bytes):
             best = Solution(choice=choice, evaluation=found, bound=bound)
-        if best is not None and best.evaluation.peak_bytes <= bound + 2e-6 * unit + 0.5:
+        if best is not None and best.evaluation.peak_bytes <= bound + max(2e-6, relative_gap) * unit + 0.5:
             return best
         if kept and liveness.add_peaks(found, bound + 0.5):
             continue

@@ -1,4 +1,7 @@
-"""Why each decision was taken: every alternative is evaluated, and its price is the reason."""
+"""Why each decision was taken: every alternative is evaluated, and its price is the reason.
+
+In a reason, "noise" is the sum over weights of the share of their noise limit, and the loss's share of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from autoprec.planning.evaluator import evaluate
+from autoprec.planning.polish import flips, tied_groups
 from autoprec.planning.values import Choice, Evaluation, Problem, Solution, Violation
 
 __all__ = ["Reasons", "bytes_text", "seconds_text", "violation_text"]
@@ -32,7 +36,7 @@ def bytes_text(size: float, sign: bool = False) -> str:
 def violation_text(v: Violation) -> str:
     """A broken constraint for people."""
     if v.kind == "peak":
-        return f"the peak would be {bytes_text(v.value)} of {bytes_text(v.limit)} allowed ({v.what})"
+        return f"the peak would exceed the budget by {bytes_text(v.value - v.limit)} ({v.what})"
     if v.kind == "loss":
         return f"the loss noise would be {math.sqrt(v.value / v.limit):.3g} times its limit"
     if v.kind == "gradient":
@@ -52,7 +56,7 @@ class Reasons:
     def __init__(self, problem: Problem, solution: Solution) -> None:
         self._problem = problem
         self._solution = solution
-        self._groups = _groups(problem)
+        self._groups = tied_groups(problem)
         self._blocked: Counter[tuple[str, str]] = Counter()
         self.units = tuple(self._unit(i) for i in range(len(problem.units)))
         self.storages = {t: self._storage(t) for t in problem.packable}
@@ -67,14 +71,10 @@ class Reasons:
             if unit.rule and not [why for _, why in unit.dropped if not why.startswith("rule ")]:
                 return f"rule ({unit.rule})"
             return dropped or "the policy allows no other format"
-        found = []
-        for k, name in enumerate(unit.options):
-            if k != choice.options[index]:
-                options = list(choice.options)
-                for member in self._groups[index]:
-                    options[member] = k
-                flipped = Choice(options=tuple(options), packed=choice.packed)
-                found.append(_Alternative(name=name, evaluation=evaluate(self._problem, flipped)))
+        found = [
+            _Alternative(name=name, evaluation=evaluate(self._problem, changed))
+            for name, changed in flips(self._problem, choice, self._groups, index)
+        ]
         return self._priced(found) + (f"; {dropped}" if dropped else "")
 
     def _storage(self, tensor: int) -> str:
@@ -101,7 +101,7 @@ class Reasons:
         noise = best.evaluation.noise - mine.noise
         return (
             f"next best {best.name}: {seconds_text(seconds)}, {bytes_text(kept, True)} kept,"
-            f" {bytes_text(peak, True)} peak, {noise:+.2g} noise (share of the limit)"
+            f" {bytes_text(peak, True)} peak, {noise:+.2g} noise"
         )
 
     def _binding(self) -> str:
@@ -122,15 +122,3 @@ class Reasons:
             ratio, limit = math.sqrt(value / row.reference), math.sqrt(row.limit / row.reference)
             return f"gradient noise of weight {what}: {ratio:.3g} of {limit:.3g}"
         return kind
-
-
-def _groups(problem: Problem) -> list[list[int]]:
-    """For each unit, the units that have its format by ties, itself included."""
-    group = list(range(len(problem.units)))
-    for a, b in problem.ties:
-        old, new = group[a], group[b]
-        group = [new if g == old else g for g in group]
-    members: dict[int, list[int]] = {}
-    for unit, g in enumerate(group):
-        members.setdefault(g, []).append(unit)
-    return [members[g] for g in group]

@@ -37,11 +37,19 @@ class Maker:
     ops: list[Op] = field(default_factory=list)
     tensors: dict[str, TensorSpec] = field(default_factory=dict)
     weights: list[str] = field(default_factory=list)
-    x_scale: float = 1.0
+    frozen: float = 0.0  # the share of weights that are not trained
     calm: bool = False  # statistics as alike as those of a real network's layers, instead of wildly different
 
-    def tensor(self, name: str, shape: tuple[int, ...], *, kind: TensorKind = TensorKind.ACTIVATION,
-               grad: bool = True, base: str | None = None, dtype: str = "float32") -> str:
+    def tensor(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        kind: TensorKind = TensorKind.ACTIVATION,
+        grad: bool = True,
+        base: str | None = None,
+        dtype: str = "float32",
+    ) -> str:
         self.tensors[name] = TensorSpec(
             id=name, shape=shape, dtype=dtype, kind=kind, requires_grad=grad, base=base
         )  # fmt: skip
@@ -50,9 +58,21 @@ class Maker:
     def grad(self, *names: str) -> bool:
         return any(self.tensors[n].requires_grad for n in names)
 
-    def op(self, kind: str, op_class: OpClass, inputs: tuple[str, ...], shape: tuple[int, ...], *,
-           saves: tuple[str, ...] = (), base: str | None = None, weights: tuple[str, ...] = (), private: int = 0,
-           saves_output: bool = False, fqn: str = "", pinned: bool = False) -> str:
+    def op(
+        self,
+        kind: str,
+        op_class: OpClass,
+        inputs: tuple[str, ...],
+        shape: tuple[int, ...],
+        *,
+        saves: tuple[str, ...] = (),
+        base: str | None = None,
+        weights: tuple[str, ...] = (),
+        private: int = 0,
+        saves_output: bool = False,
+        fqn: str = "",
+        pinned: bool = False,
+    ) -> str:
         name = f"{fqn or 'm'}:{kind}#{len(self.ops)}"
         out = self.tensor(name, shape, grad=self.grad(*inputs), base=base)
         self.ops.append(
@@ -67,7 +87,8 @@ class Maker:
         fqn = fqn or f"l{len(self.ops)}"
         weight = weight or f"{fqn}.weight"
         if f"param:{weight}" not in self.tensors:
-            self.tensor(f"param:{weight}", (size, width), kind=TensorKind.PARAMETER)
+            trained = bool(self.rng.random() >= self.frozen)
+            self.tensor(f"param:{weight}", (size, width), kind=TensorKind.PARAMETER, grad=trained)
             self.weights.append(weight)
         inputs = (x, f"param:{weight}")
         return self.op("linear", OpClass.GEMM, inputs, (rows, size), saves=inputs, weights=(weight,), fqn=fqn)
@@ -94,7 +115,6 @@ class Maker:
         gemms = {op.outputs[0]: op for op in graph.ops if op.op_class is OpClass.GEMM and op.weights}
         for t in graph.tensors:
             x = rng.normal(size=64) * 10.0 ** (rng.uniform(-0.3, 0.3) if self.calm else rng.uniform(-2, 1))
-            x *= self.x_scale
             g = rng.normal(size=64) * 10.0 ** (rng.uniform(-4.3, -3.7) if self.calm else rng.uniform(-6, -2))
             if not t.requires_grad:
                 found.append(TensorProfile(id=t.id, values=histogram(x)))
@@ -129,12 +149,12 @@ class Maker:
         roles = ("output", "grad_input", "grad_weight")
         keys = dict.fromkeys(op.timing_key for op in graph.ops)
         timings = tuple(
-            OpTiming(timing_key=k, role=r, format=f, seconds=float(rng.uniform(0.2, 1.5) if f != "fp32" else 1.0) * 1e-4)
+            OpTiming(timing_key=k, role=r, format=f, seconds=1e-4 * (1.0 if f == "fp32" else float(rng.uniform(0.2, 1.5))))
             for k in keys for r in roles for f in FORMATS
         )  # fmt: skip
         storages = (*FORMATS, "fp8_e4m3")
         casts = tuple(
-            CastTiming(source=a, target=b, seconds_per_element=float(rng.uniform(0.1, 2.0)) * 1e-7,
+            CastTiming(source=a, target=b, seconds_per_element=float(rng.uniform(0.1, 2.0)) * 1e-7 * (0.2 if "fp8_e4m3" in (a, b) else 1.0),
                        seconds_per_call=float(rng.uniform(0.0, 1.0)) * 1e-6)
             for a in storages for b in storages if a != b
         )  # fmt: skip
@@ -156,7 +176,7 @@ class Case:
 
 def random_graph(rng: np.random.Generator) -> tuple[Maker, OpGraph]:
     """Three to seven ops: linears, residual edges, views, copies, norms, in-place ops, tensors with many readers."""
-    make = Maker(rng)
+    make = Maker(rng, frozen=0.1)
     width, rows = int(rng.integers(2, 6)), int(rng.integers(2, 6))
     shape = (rows, width)
     live = [make.tensor("input:x", shape, kind=TensorKind.INPUT, grad=bool(rng.random() < 0.2))]
@@ -203,7 +223,7 @@ def random_case(seed: int, *, most: int = 256) -> Case:
         "name": "made up",
         "formats": formats,
         "objective": "time" if rng.random() < 0.7 else "bytes",
-        "noise": {"gradient": 10.0 ** float(rng.uniform(-3.0, 0.0)), "loss": 10.0 ** float(rng.uniform(-6.0, -1.0))},
+        "noise": {"gradient": 10.0 ** float(rng.uniform(-3.0, 0.5)), "loss": 10.0 ** float(rng.uniform(-6.0, -1.0))},
         "storage": {"formats": ("fp8_e4m3",) if rng.random() < 0.8 else ()},
     })  # fmt: skip
     case = Case(graph, make.profile(graph), make.device(graph), policy)
@@ -260,8 +280,9 @@ def modelled_device(graph: OpGraph) -> Device:
     found = tuple(OpTiming(timing_key=k, role=r, format=f, seconds=s) for (k, r, f), s in timings.items())
     size_of = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1}
     casts = tuple(
-        CastTiming(source=a, target=b, seconds_per_element=(size_of[a] * (2 if b == "fp8_e4m3" else 1) + size_of[b]) / 1e12,
-                   seconds_per_call=2e-6)
-        for a in size_of for b in size_of if a != b
-    )  # fmt: skip
+        CastTiming(source=a, target=b, seconds_per_element=(size_of[a] + size_of[b]) / 1e12, seconds_per_call=2e-6)
+        for a in size_of
+        for b in size_of
+        if a != b
+    )
     return Device(name="modelled", type="cuda", native=FORMATS, timings=found, casts=casts, source="modelled")

@@ -1,0 +1,53 @@
+"""Single changes for the better, where a solver stopped within its gap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoprec.planning.evaluator import evaluate
+from autoprec.planning.values import Choice, Problem, Solution
+
+__all__ = ["flips", "polish", "tied_groups"]
+
+
+def tied_groups(problem: Problem) -> list[list[int]]:
+    """For each unit, the units that must have its format, itself included."""
+    group = list(range(len(problem.units)))
+    for a, b in problem.ties:
+        old, new = group[a], group[b]
+        group = [new if g == old else g for g in group]
+    members: dict[int, list[int]] = {}
+    for unit, g in enumerate(group):
+        members.setdefault(g, []).append(unit)
+    return [members[g] for g in group]
+
+
+def flips(problem: Problem, choice: Choice, groups: list[list[int]], unit: int) -> Iterator[tuple[str, Choice]]:
+    """(format, choice) for every other format of a unit; units tied to it follow."""
+    for k, name in enumerate(problem.units[unit].options):
+        if k != choice.options[unit]:
+            options = list(choice.options)
+            for member in groups[unit]:
+                options[member] = k
+            yield name, Choice(options=tuple(options), packed=choice.packed)
+
+
+def polish(problem: Problem, solution: Solution, *, passes: int = 3) -> Solution:
+    """The solution after every single change that improves it, in a fixed order."""
+    groups = tied_groups(problem)
+    choice, best = solution.choice, solution.evaluation
+    for _ in range(passes):
+        before = best
+        for unit in range(len(problem.units)):
+            for _, changed in flips(problem, choice, groups, unit):
+                found = evaluate(problem, changed)
+                if found.feasible and found.objective < best.objective:
+                    choice, best = changed, found
+        for tensor in problem.packable:
+            changed = Choice(options=choice.options, packed=choice.packed ^ {tensor})
+            found = evaluate(problem, changed)
+            if found.feasible and found.objective < best.objective:
+                choice, best = changed, found
+        if best is before:
+            break
+    return Solution(choice=choice, evaluation=best, bound=solution.bound)
