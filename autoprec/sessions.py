@@ -8,36 +8,29 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.optim.optimizer import Optimizer
+from torch import Tensor, nn
 
 from autoprec.calibration.observer import ObservingInterpreter, StepObserver
 from autoprec.calibration.structure import StructureRecorder
 from autoprec.calibration.timing import measure_casts, time_ops
 from autoprec.devices import Device
 from autoprec.errors import InfeasibleError, InputError, NonFiniteError, NotCapturedError, PlanError
-from autoprec.execution import boundaries, dispatch
-from autoprec.execution.checking import CheckingInterpreter
-from autoprec.execution.guard import (
-    BufferSnapshot,
-    GradientWatch,
-    OptimizerSnapshot,
-    PutAside,
-    calls_closure_once,
-)
-from autoprec.execution.replay import CallRecord, Offence, first_offence, record_call
+from autoprec.execution import dispatch
+from autoprec.execution.attribution import investigate
+from autoprec.execution.replay import CallRecord, record_call
+from autoprec.execution.slots import Slot
+from autoprec.execution.stepping import StepGuard
 from autoprec.graphs import OpGraph, Role
 from autoprec.monitoring.judging import judge
 from autoprec.planning.planner import make_plan
 from autoprec.plans import Assignment, Event, Plan
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
-from autoprec.rewriting.rewrite import Rewritten, rewrite
 from autoprec.serial import event_to_json_line
 from autoprec.tracing.bindings import Binding, SiteRegister, bind
 from autoprec.tracing.templates import Template
@@ -59,22 +52,6 @@ def session_of(model: nn.Module) -> Session:
             " call autoprec.compile(model) first"
         )
     return found
-
-
-@dataclass(eq=False)
-class _Slot:
-    """What runs for one (template, owner): the one mutable slot, written by the session alone."""
-
-    binding: Binding
-    trains: bool
-    rewritten: Rewritten | None = None
-    checked: bool = False
-    executed: dict[str, str] = field(default_factory=dict)
-    calls: int = 0
-
-    @property
-    def module(self) -> fx.GraphModule:
-        return self.binding.template.module if self.rewritten is None else self.rewritten.module
 
 
 class Session:
@@ -122,32 +99,22 @@ class Session:
             raise InputError(f"{type(model).__name__} has no parameters: there is nothing to schedule")
         _refuse_half(self._parameters)
         self._sites = SiteRegister()
-        self._slots: dict[tuple[Template, tuple[int, ...]], _Slot] = {}
+        self._slots: dict[tuple[Template, tuple[int, ...]], Slot] = {}
         self.unowned: set[Template] = set()
         self._banned: set[tuple[str, str]] = set()
         self._observer: StepObserver | None = None
         self._structure: StructureRecorder | None = None
         self._window: Profile | None = None
         self._window_steps = 0
-        # The step in progress.
-        self._in_step = False
         self._observe_step = False
-        self._judged_bad = False
-        self._covered: set[str] = set()
         self._entered = False
         self._parts: list[nn.Module] = []
         self._calls: list[CallRecord] = []
-        self._aside: dict[int, list[PutAside]] = {}
-        self._snapshots: dict[int, OptimizerSnapshot] = {}
         self._bad_in_row = 0
-        self._incident: str = ""
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._paused = False
+        self._incident = ""
         dispatch.adopt(list(self._parameters.values()), self)
         dispatch.install(model, self)
-        self._watch = GradientWatch(self._parameters)
-        self._buffers = BufferSnapshot(model)
-        boundaries.listen(self)
+        self._guard = StepGuard(model, self._parameters, self)
         _sessions[model] = self
 
     # What people read ------------------------------------------------------------------------------------------
@@ -192,67 +159,46 @@ class Session:
         if slot is None:
             slot = self._slots[key] = self._bind(template, arguments)
         slot.calls += 1
-        if self._paused or not (slot.trains and torch.is_grad_enabled()):
-            return self._execute(slot, arguments)
+        if not (slot.trains and torch.is_grad_enabled()):
+            return slot.run(arguments)
         return self._run_training(slot, arguments)
-
-    def _execute(self, slot: _Slot, arguments: Sequence[Any]) -> Any:
-        if slot.rewritten is None or slot.checked:
-            return slot.module.forward(*arguments)
-        assert self.plan is not None
-        checking = CheckingInterpreter(slot.rewritten, slot.binding, self.plan)
-        result = checking.run(*arguments)
-        slot.checked, slot.executed = True, checking.executed
-        return result
 
     def run_unowned(self, template: Template, arguments: Sequence[Any]) -> Any:
         """A graph without parameters runs as the user wrote it, and is listed in `unowned`."""
         self.unowned.add(template)
         return template.module.forward(*arguments)
 
-    def _bind(self, template: Template, arguments: Sequence[Any]) -> _Slot:
+    def _bind(self, template: Template, arguments: Sequence[Any]) -> Slot:
         buffer_names = {id(b): fqn for fqn, b in self.model.named_buffers()}
         binding = bind(template, arguments, self._names, buffer_names, self._sites)
         trains = any(self._parameters[f].requires_grad for f in binding.parameters.values())
-        slot = _Slot(binding=binding, trains=trains)
-        self._put_plan(slot)
+        slot = Slot(binding=binding, trains=trains)
+        slot.adopt(self.plan, self._device_type)
         return slot
-
-    def _put_plan(self, slot: _Slot) -> None:
-        """Give a slot the executable of the current plan; the identity plan runs the captured graph itself."""
-        slot.rewritten, slot.checked = None, False
-        if self.plan is not None and not self.plan.is_identity:
-            slot.rewritten = rewrite(slot.binding, self.plan, self._device_type)
 
     @property
     def _device_type(self) -> str:
         return next(iter(self._parameters.values())).device.type
 
-    def _run_training(self, slot: _Slot, arguments: Sequence[Any]) -> Any:
-        self._begin_step()
-        self._covered.update(slot.binding.parameters.values())
+    def _run_training(self, slot: Slot, arguments: Sequence[Any]) -> Any:
+        if self._guard.begin():
+            self._begin_step()
+        self._guard.covered.update(slot.binding.parameters.values())
         record = record_call(slot.binding, arguments)
         self._calls.append(record)
         if self._observe_step and self._observer is not None:
-            origin = None if slot.rewritten is None else slot.rewritten.origin
-            outputs = ObservingInterpreter(slot.module, slot.binding, self._observer, origin).run(*arguments)
+            outputs = ObservingInterpreter(slot.module, slot.binding, self._observer, slot.origin).run(*arguments)
         else:
-            outputs = self._execute(slot, arguments)
+            outputs = slot.run(arguments)
         for i, y in enumerate(outputs if isinstance(outputs, (tuple, list)) else (outputs,)):
             if isinstance(y, Tensor) and y.requires_grad and not y.is_leaf:
                 y.register_hook(_keeper(record, i))
         return outputs
 
     def _begin_step(self) -> None:
-        """The first training forward after a boundary."""
-        if self._in_step:
-            return
-        self._in_step = True
-        self._judged_bad = False
-        self._incident = ""
+        """The first training forward after a boundary: is this step observed?"""
         self._calls.clear()
-        self._watch.clear()
-        self._buffers.take()
+        self._incident = ""
         interval = self.policy.monitor.interval_steps
         monitored = self.plan is not None and not self.plan.is_identity and self.steps % interval == interval - 1
         self._observe_step = self.calibrating or monitored
@@ -272,100 +218,14 @@ class Session:
 
     # The step boundary -----------------------------------------------------------------------------------------
 
-    def _owns(self, optimizer: Optimizer) -> bool:
-        return any(id(p) in self._names for group in optimizer.param_groups for p in group["params"])
-
-    def before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Veto a step with a non-finite gradient (called by torch's optimizer hooks)."""
-        if self._paused or not self._owns(optimizer):
-            return None
-        self._optimizers.add(optimizer)
-        if self._given_plan and self.steps == 0 and self.plan is not None and self._in_step:
-            check_plan_fits(self.plan, self.bindings)
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._check_coverage()
-            self._veto_if_bad(optimizer)
-            return None
-        if not calls_closure_once(optimizer):
-            self._snapshots[id(optimizer)] = OptimizerSnapshot(optimizer)
-
-        def guarded() -> Any:
-            with torch.enable_grad():
-                loss = closure()
-            self._check_coverage()
-            self._veto_if_bad(optimizer)
-            return loss
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": guarded}
-        return (args[0], guarded, *args[2:]), kwargs
-
-    def _veto_if_bad(self, optimizer: Optimizer) -> None:
-        if not self._judged_bad and self._watch.verdict():
-            return
-        if not self._judged_bad:
-            self._judged_bad = True
-            self._attribute()
-            if self.policy.guard.nonfinite == "raise":
-                self._buffers.restore()
-                raise NonFiniteError(f"step {self.steps}: {self._incident}; parameters are unchanged")
-        self._aside.setdefault(id(optimizer), []).append(PutAside(optimizer))
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """End of an optimizer's step (called by torch's optimizer hooks)."""
-        if self._paused or not self._owns(optimizer):
-            return
-        snapshot = self._snapshots.pop(id(optimizer), None)
-        if snapshot is not None and self._judged_bad:
-            snapshot.restore(optimizer)
-        for aside in reversed(self._aside.pop(id(optimizer), [])):
-            aside.restore()
-        if self._in_step:
-            self._end_step()
-
-    def after_scaler_update(self) -> None:
-        """A GradScaler that skipped the step called no optimizer: the boundary is here."""
-        if self._in_step and not self._paused and not self._watch.verdict():
-            self._judged_bad = True
-            self._attribute()
-            self._end_step()
-
     def step(self) -> None:
         """Mark a step boundary by hand, for loops without a torch optimizer."""
-        if self._in_step:
-            self._end_step()
+        self._guard.end()
 
-    def _end_step(self) -> None:
-        self._in_step = self._entered = False
-        self.step_was_skipped = self._judged_bad
-        if self._judged_bad:
-            self._bad_step()
-        else:
-            self.steps += 1
-            self._bad_in_row = 0
-        # Fresh gradients are accounted for; a second optimizer of the same step must not be asked about them again.
-        self._watch.fresh.clear()
-        self._covered.clear()
-        self._calls.clear()
-        self._harvest(discard=self._judged_bad)
-
-    def _bad_step(self) -> None:
-        self._buffers.restore()
-        self.skipped_steps += 1
-        self._bad_in_row += 1
-        if self._bad_in_row >= self.policy.guard.patience_steps:
-            raise NonFiniteError(
-                f"{self._bad_in_row} bad steps in a row (guard.patience_steps {self.policy.guard.patience_steps});"
-                f" the last: {self._incident}. Parameters, buffers and optimizer state are as before them;"
-                " look at the data and the learning rate, or promote the named op by a rule"
-            )
-
-    def _check_coverage(self) -> None:
-        """Every parameter with a fresh gradient must have passed through a captured graph since the last step."""
-        missed = sorted(self._watch.fresh - self._covered)
+    def before_first_update(self, missed: list[str]) -> None:
+        """Every parameter with a fresh gradient must have gone through a captured graph (called by the guard)."""
+        if self._given_plan and self.steps == 0 and self.plan is not None and self._guard.in_step:
+            check_plan_fits(self.plan, self.bindings)
         if not missed or (self._entered and self._capture_parts(missed)):
             return
         modules = sorted({m.rpartition(".")[0] or type(self.model).__name__ for m in missed})
@@ -378,7 +238,41 @@ class Session:
         if self.policy.uncaptured == "error":
             raise NotCapturedError(text)
         self._event("warning", trigger="uncaptured", evidence=text)
-        self._watch.fresh.clear()
+        self._guard.watch.fresh.clear()
+
+    def on_bad_gradients(self) -> None:
+        """Name the first offender; promote it if its format is to blame (called by the guard)."""
+        incident = investigate(
+            self._calls, list(self._slots.values()), self._guard.buffers.values(), sorted(self._guard.watch.bad)
+        )
+        self._incident = incident.evidence
+        trigger = "overflow" if incident.cause else "nonfinite"
+        self._event("bad_step", op=incident.op, was=incident.cause, trigger=trigger, evidence=incident.evidence)
+        if incident.cause:
+            self._promote(incident.op, incident.cause, "overflow", f"{incident.evidence}; finite in fp32")
+            self._replan()
+        if self.policy.guard.nonfinite == "raise":
+            self._guard.buffers.restore()
+            raise NonFiniteError(f"step {self.steps}: {self._incident}; parameters are unchanged")
+
+    def on_end(self, *, bad: bool) -> None:
+        """Count the step, take its observations, plan at the end of calibration (called by the guard)."""
+        self._entered = False
+        self.step_was_skipped = bad
+        self._calls.clear()
+        if bad:
+            self.skipped_steps += 1
+            self._bad_in_row += 1
+        else:
+            self.steps += 1
+            self._bad_in_row = 0
+        self._harvest(discard=bad)
+        if self._bad_in_row >= self.policy.guard.patience_steps:
+            raise NonFiniteError(
+                f"{self._bad_in_row} bad steps in a row (guard.patience_steps {self.policy.guard.patience_steps});"
+                f" the last: {self._incident}. Parameters, buffers and optimizer state are as before them;"
+                " look at the data and the learning rate, or promote the named op by a rule"
+            )
 
     def _capture_parts(self, missed: Sequence[str]) -> bool:
         """Capture on their own the modules that graph breaks left in frames that Dynamo runs eagerly.
@@ -395,7 +289,7 @@ class Session:
             dispatch.install(module, self)
             self._parts.append(module)
         self._event("warning", trigger="graph_break", evidence=f"captured on their own: {', '.join(sorted(names))}")
-        self._watch.fresh.clear()
+        self._guard.watch.fresh.clear()
         self._structure = None
         self._observe_step = False
         if self._observer is not None:
@@ -452,7 +346,7 @@ class Session:
         """Bytes of the optimizers' state: asked of the optimizers seen, otherwise of the policy's name for one."""
         measured = sum(
             v.numel() * v.element_size()
-            for optimizer in self._optimizers
+            for optimizer in self._guard.optimizers
             for state in optimizer.state.values()
             for v in state.values()
             if isinstance(v, Tensor)
@@ -490,7 +384,7 @@ class Session:
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
         for slot in self._slots.values():
-            self._put_plan(slot)
+            slot.adopt(plan, self._device_type)
 
     def _judge_window(self) -> None:
         window, self._window, self._window_steps = self._window, None, self.steps
@@ -534,61 +428,6 @@ class Session:
                 now = plan.format_of.get((e.op, Role.OUTPUT), "fp32")
                 self.events[i] = replace(e, now=now)
                 self._write(self.events[i])
-
-    # Incidents -------------------------------------------------------------------------------------------------
-
-    def _attribute(self) -> None:
-        """Find the first offender of a bad step by replay; if a narrow format is the cause, promote it."""
-        found, cause = self._find_offence()
-        bad = sorted(self._watch.bad)
-        if found is None:
-            self._incident = f"non-finite gradient of {', '.join(bad[:3]) or 'unknown parameters'}"
-            self._event("bad_step", trigger="nonfinite", evidence=self._incident)
-            return
-        where = "result" if found.where == "forward" else "gradient"
-        origin = "its inputs were finite" if found.inputs_finite else "what it was given was not finite already"
-        self._incident = (
-            f"{found.op}: {found.nonfinite} of {found.elements} elements of its {where} are not finite; {origin},"
-            f" largest input {found.amax:.4g}"
-        )
-        trigger = "overflow" if cause else "nonfinite"
-        self._event("bad_step", op=found.op, was=cause, trigger=trigger, evidence=self._incident)
-        if cause:
-            self._promote(found.op, cause, "overflow", f"{self._incident}; finite in fp32")
-            self._replan()
-
-    def _find_offence(self) -> tuple[Offence | None, str]:
-        """The first offender, and the narrow format that is to blame ("" if FP32 fails there as well)."""
-        buffers = self._buffers.values()
-        for record in self._calls:
-            slot = next(s for s in self._slots.values() if s.binding is record.binding)
-            origin = None if slot.rewritten is None else slot.rewritten.origin
-            found = first_offence(record, slot.module, buffers, origin)
-            if found is None:
-                continue
-            if slot.rewritten is None or self.plan is None:
-                return found, ""
-            plain = first_offence(record, record.binding.template.module, buffers)
-            if plain is not None and plain.op == found.op:
-                return found, ""
-            return self._blame(found, record.binding)
-        return None, ""
-
-    def _blame(self, found: Offence, binding: Binding) -> tuple[Offence, str]:
-        """The offender itself, or the nearest op before it, that runs in a narrow format."""
-        assert self.plan is not None
-        ops = {op.id: op for op in binding.ops}
-        producer = {t: op.id for op in binding.ops for t in op.outputs}
-        queue, seen = [found.op], set()
-        while queue:
-            op_id = queue.pop(0)
-            seen.add(op_id)
-            for role in Role:
-                fmt = self.plan.format_of.get((op_id, role), "fp32")
-                if fmt != "fp32":
-                    return replace(found, op=op_id), fmt
-            queue += [producer[t] for _, t in ops[op_id].inputs if t in producer and producer[t] not in seen]
-        return found, ""
 
     # Events ----------------------------------------------------------------------------------------------------
 
@@ -641,10 +480,10 @@ class Session:
         if self._observer is not None:
             self._observer.output(loss)
         loss.backward()  # type: ignore[no-untyped-call]
-        self._check_coverage()
-        bad = not self._watch.verdict()
-        self._in_step = False
-        self._buffers.restore()
+        self.before_first_update(self._guard.missed())
+        bad = not self._guard.watch.verdict()
+        self._guard.in_step = False
+        self._guard.buffers.restore()
         observer, self._observer, self._observe_step = self._observer, None, False
         if observer is None:
             raise NotCapturedError("loss_fn ran no captured graph of this model; call model(...) in it")
@@ -660,8 +499,7 @@ class Session:
         for module in (model, *self._parts):
             dispatch.uninstall(module)
         dispatch.release(list(self._parameters.values()))
-        boundaries.unlisten(self)
-        self._watch.remove()
+        self._guard.remove()
         self._slots.clear()
         self._calls.clear()
         _sessions.pop(model, None)

@@ -126,9 +126,7 @@ def plan(
 @command
 def explain(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
-    op: Annotated[
-        str | None, typer.Argument(metavar="[OP]", help="An op or module, or a glob: 'blocks.0.*'.")
-    ] = None,
+    op: Annotated[str | None, typer.Argument(metavar="[OP]", help="An op or module, or a glob: 'blocks.0.*'.")] = None,
     json: Json = False,
 ) -> int:
     """Say what each op of a plan got, and why."""

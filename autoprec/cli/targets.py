@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -46,7 +47,7 @@ def load_target(text: str) -> Target:
 
 
 def _function(text: str, module: ModuleType, name: str) -> Callable[[], Any]:
-    function = getattr(module, name, None)
+    function: Callable[[], Any] | None = getattr(module, name, None)
     if not callable(function):
         functions = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
         what = f"{name!r} is not a function" if hasattr(module, name) else f"there is no function {name!r}"
@@ -77,11 +78,12 @@ def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "does not exist"
         raise InputError(f"{path}: {what}. {_FORM}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"autoprec_target_{path.stem}"  # a name of its own: their file may be called json.py
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise InputError(f"{path}: is not a Python file. {_FORM}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickles look their module up
+    sys.modules[name] = module  # dataclasses and pickles look their module up
     sys.path.insert(0, str(path.resolve().parent))  # as for `python file.py`
     with _their_code(spec.origin or str(path)):
         spec.loader.exec_module(module)
@@ -106,6 +108,9 @@ def _their_code(source: str) -> Iterator[None]:
 
     Others are errors of ours and pass unchanged.
     """
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # would print the traceback of what we report in one line
+    level = log.level
+    log.setLevel(logging.CRITICAL)
     try:
         yield
     except AutoprecError:
@@ -121,6 +126,8 @@ def _their_code(source: str) -> Iterator[None]:
         message = str(raised).strip().partition("\n")[0]
         where = f"{line.filename}:{line.lineno} (in {line.name})"
         raise InputError(f"{where}: {type(raised).__name__}: {message}") from error
+    finally:
+        log.setLevel(level)
 
 
 def _unwrapped(error: BaseException) -> BaseException:

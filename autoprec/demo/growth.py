@@ -130,7 +130,7 @@ class _Watch:
 
     def _state(self) -> dict[str, Tensor]:
         """Copies of parameters, buffers and the optimizer's state."""
-        found = {f"parameter {n}": p for n, p in self._model.named_parameters()}
+        found: dict[str, Tensor] = {f"parameter {n}": p for n, p in self._model.named_parameters()}
         found |= {f"buffer {n}": b for n, b in self._model.named_buffers()}
         for i, state in enumerate(self._optimizer.state.values()):
             found |= {f"state {i} {n}": v for n, v in state.items() if isinstance(v, Tensor)}

@@ -40,9 +40,7 @@ def demo_tables(demo: Demo) -> list[RenderableType]:
             found.append(Text(f"{task.name}, {MEMORY}: {', '.join(plan.formats_used())}; held back by {plan.binding}"))
             found.append(ops_table(plan, changed_only=True))
     found += [_growth_text(demo.growth), _claims_table(demo)]
-    found.append(
-        Text(f"{demo.seconds:.0f} s on {demo.device}, {demo.threads} thread(s), torch {demo.torch_version}")
-    )
+    found.append(Text(f"{demo.seconds:.0f} s on {demo.device}, {demo.threads} thread(s), torch {demo.torch_version}"))
     return found
 
 
@@ -95,7 +93,7 @@ def _growth_text(g: Growth) -> Text:
         f"  promoted: {', '.join(g.promoted) or 'nothing'}; {g.op} is now {g.now}",
         f"  {g.bad_steps} steps of {g.steps} had a non-finite gradient; {g.bad_updates} of them changed any bit of"
         " parameters, buffers or optimizer state",
-        f"  {g.good_steps_after} good steps followed; loss {g.first_loss:.3f} at the start, {g.last_loss:.3f} at the end",
+        f"  {g.good_steps_after} good steps followed; loss {g.first_loss:.3f} at first, {g.last_loss:.3f} at the end",
     ]
     return Text("\n".join(lines))
 

@@ -124,7 +124,9 @@ def language_task() -> Task:
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"\n".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     if len(text) < 1 << 20:
-        raise UnsupportedError(f"the demo reads the standard library's sources, and {folder} has less than 1 MiB of them")
+        raise UnsupportedError(
+            f"the demo reads the standard library's sources, and {folder} has less than 1 MiB of them"
+        )
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     cut = len(data) - len(data) // 10
 

@@ -75,9 +75,10 @@ class Maker:
     ) -> str:
         name = f"{fqn or 'm'}:{kind}#{len(self.ops)}"
         out = self.tensor(name, shape, grad=self.grad(*inputs), base=base)
+        saves = (*saves, out) if saves_output else saves
         self.ops.append(
             Op(id=name, kind=kind, op_class=op_class, fqn=fqn or "m", inputs=inputs, outputs=(out,), weights=weights,
-               saves=(*saves, out) if saves_output else saves, private_saved_bytes=private, pinned=pinned,
+               saves=saves if self.grad(out) else (), private_saved_bytes=private, pinned=pinned,
                timing_key=f"{kind}{shape}")
         )  # fmt: skip
         return out
@@ -133,7 +134,9 @@ class Maker:
         by_id = {t.id: t for t in found}
         weights = []
         for op in gemms.values():
-            energy = by_id[op.outputs[0]].input_weight_grad.energy / STEPS
+            if (found_x := by_id[op.outputs[0]].input_weight_grad) is None:
+                continue
+            energy = found_x.energy / STEPS
             wide = rng.uniform(-0.3, 0.5) if self.calm else rng.uniform(-2, 1)
             mean, spread = rng.normal(size=8) * np.sqrt(energy / 8), energy * 10.0**wide
             squares = STEPS * float(mean @ mean) + (STEPS - 1) * spread
@@ -149,15 +152,23 @@ class Maker:
         roles = ("output", "grad_input", "grad_weight")
         keys = dict.fromkeys(op.timing_key for op in graph.ops)
         timings = tuple(
-            OpTiming(timing_key=k, role=r, format=f, seconds=1e-4 * (1.0 if f == "fp32" else float(rng.uniform(0.2, 1.5))))
-            for k in keys for r in roles for f in FORMATS
-        )  # fmt: skip
+            OpTiming(timing_key=k, role=r, format=f, seconds=1e-4 * float(rng.uniform(0.2, 1.5) if f != "fp32" else 1))
+            for k in keys
+            for r in roles
+            for f in FORMATS
+        )
         storages = (*FORMATS, "fp8_e4m3")
         casts = tuple(
-            CastTiming(source=a, target=b, seconds_per_element=float(rng.uniform(0.1, 2.0)) * 1e-7 * (0.2 if "fp8_e4m3" in (a, b) else 1.0),
-                       seconds_per_call=float(rng.uniform(0.0, 1.0)) * 1e-6)
-            for a in storages for b in storages if a != b
-        )  # fmt: skip
+            CastTiming(
+                source=a,
+                target=b,
+                seconds_per_element=float(rng.uniform(0.1, 2.0)) * (2e-8 if "fp8_e4m3" in (a, b) else 1e-7),
+                seconds_per_call=float(rng.uniform(0.0, 1.0)) * 1e-6,
+            )
+            for a in storages
+            for b in storages
+            if a != b
+        )
         return Device(name="made up", type="cpu", native=FORMATS, timings=timings, casts=casts)
 
 
@@ -222,7 +233,7 @@ def random_case(seed: int, *, most: int = 256) -> Case:
     policy = Policy.model_validate({
         "name": "made up",
         "formats": formats,
-        "objective": "time" if rng.random() < 0.7 else "bytes",
+        "objective": "time" if rng.random() < 0.5 else "bytes",
         "noise": {"gradient": 10.0 ** float(rng.uniform(-3.0, 0.5)), "loss": 10.0 ** float(rng.uniform(-6.0, -1.0))},
         "storage": {"formats": ("fp8_e4m3",) if rng.random() < 0.8 else ()},
     })  # fmt: skip

@@ -1,0 +1,209 @@
+"""HiGHS, brute force, the integer program and the evaluator hold each other to account."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from autoprec.errors import SolverError
+from autoprec.planning import brute_force, evaluator, highs
+from autoprec.planning.evaluator import evaluate
+from autoprec.planning.milp import OBJECTIVE_SCALE, Program
+from autoprec.planning.values import Choice, Problem
+from tests.planning.planning_cases import Case, random_case
+
+CASES = 300
+
+
+def random_choice(problem: Problem, rng: np.random.Generator) -> Choice:
+    formats = [int(rng.integers(len(u.options))) for u in problem.units]
+    if rng.random() < 0.5:  # mostly one format: random choices break every noise limit
+        formats = [0 if rng.random() < 0.8 else k for k in formats]
+    for a, b in problem.ties * 2:
+        if rng.random() < 0.9:
+            formats[a] = formats[b]
+    packed = frozenset(t for t in problem.packable if rng.random() < 0.5)
+    return Choice(options=tuple(formats), packed=packed)
+
+
+def program_says(problem: Problem, choice: Choice) -> tuple[float, list[float]] | None:
+    """Objective and bytes at every moment by the program's own rows, its binaries fixed; None if they break a row."""
+    program = Program(problem)
+    held = [program.bytes_at(m) for m in range(2 * len(problem.ops))]
+    lower, upper = np.zeros(len(program.cost)), np.asarray(program.upper)
+    for unit, k in zip(program.y, choice.options, strict=True):
+        lower[unit[k]], upper[unit] = 1.0, 0.0
+        upper[unit[k]] = 1.0
+    for t, s in program.s.items():
+        lower[s] = upper[s] = float(t in choice.packed)
+    rows = LinearConstraint(program.matrix(), np.asarray(program.floors), np.inf)
+    # All other variables are monotone: their least values are those that the program means.
+    found = milp(np.ones(len(program.cost)), bounds=Bounds(lower, upper), constraints=rows)
+    if found.status == 2:
+        return None
+    assert found.status == 0
+    sizes = [e.constant + sum(v * found.x[k] for k, v in e.terms.items()) for e in held]
+    return float(np.dot(program.cost, found.x) + program.offset) / OBJECTIVE_SCALE, sizes
+
+
+def disagreement(case: Case, seed: int) -> str:
+    """What the solvers, the program and the evaluator do not agree on, or ""."""
+    rng = np.random.default_rng([seed, 1])
+    free = case.problem()
+    for _ in range(2):
+        choice = random_choice(free, rng)
+        found, said = evaluate(free, choice), program_says(free, choice)
+        if (said is None) == found.feasible:
+            return f"verdict: evaluator {found.violations}, program {said}"
+        if said is not None:
+            if abs(said[0] - found.objective) > 1e-8 * abs(found.objective) + 1e-12:
+                return f"objective: evaluator {found.objective}, program {said[0]}"
+            if not np.allclose(np.array(said[1]) + free.fixed_bytes, found.bytes_at, atol=0.01, rtol=0):
+                return f"bytes: evaluator {found.bytes_at}, program {said[1]}"
+    smallest = brute_force.smallest_peak(free)
+    exact = highs.smallest_peak(free)
+    if smallest is None or exact is None:
+        return "" if smallest is exact else "smallest peak: one has none"
+    low, high = smallest.evaluation.peak_bytes, evaluate(free, Choice(options=(0,) * len(free.units))).peak_bytes
+    if exact.evaluation.peak_bytes != low:
+        return f"smallest peak: brute force {low}, HiGHS {exact.evaluation.peak_bytes}"
+    budget = None if rng.random() < 0.3 else int(rng.integers(low - (high - low) // 10 - 1, high + 1))
+    problem = case.problem(budget)
+    best, proposed = brute_force.solve(problem), highs.solve(problem)
+    if best is None or proposed is None:
+        return "" if best is proposed else f"feasible: brute force {best}, HiGHS {proposed}"
+    a, b = best.evaluation.objective, proposed.evaluation.objective
+    if abs(a - b) > 1e-9 * a or proposed.bound > b or proposed.gap > 0.0:
+        return f"optimum: brute force {a}, HiGHS {b} with bound {proposed.bound}"
+    again = evaluate(problem, proposed.choice)
+    if not again.feasible or (budget is not None and again.peak_bytes > budget):
+        return f"HiGHS breaks {again.violations}"
+    return ""
+
+
+def test_highs_finds_what_brute_force_finds():
+    kinds = {"packed": 0, "mixed": 0, "infeasible": 0, "ties": 0, "binding": 0}
+    for seed in range(CASES):
+        case = random_case(seed)
+        assert disagreement(case, seed) == "", f"seed {seed}"
+        problem = case.problem()
+        found = highs.solve(problem)
+        kinds["ties"] += bool(problem.ties)
+        kinds["infeasible"] += found is None
+        if found is not None:
+            kinds["packed"] += bool(found.choice.packed)
+            formats = {u.options[k] for u, k in zip(problem.units, found.choice.options, strict=True)}
+            kinds["mixed"] += len(formats) > 1
+            loose = dataclasses.replace(
+                problem, loss_limit=None, rows=tuple(dataclasses.replace(r, limit=1e30) for r in problem.rows)
+            )
+            kinds["binding"] += highs.solve(loose).evaluation.seconds < found.evaluation.seconds
+    # The cases are worth something only if they meet what the program is made of.
+    assert kinds["packed"] > 5 and kinds["mixed"] > 50 and kinds["ties"] > 20 and kinds["binding"] > 20, kinds
+
+
+def forget_gradients(monkeypatch):
+    hold = evaluator._Step.hold
+
+    def mutated(self, what, first, last, size):
+        hold(self, what, first, last, 0 if what.startswith("gradient of") else size)
+
+    monkeypatch.setattr(evaluator._Step, "hold", mutated)
+
+
+def forget_the_last_moment_of_a_lifetime(monkeypatch):
+    hold = evaluator._Step.hold
+
+    def mutated(self, what, first, last, size):
+        hold(self, what, first, max(first, last - 1), size)
+
+    monkeypatch.setattr(evaluator._Step, "hold", mutated)
+
+
+def forget_upstream_variance(monkeypatch):
+    noise = evaluator._Step.weight_noise
+    monkeypatch.setattr(
+        evaluator._Step, "weight_noise", lambda self, gemm, variance: noise(self, gemm, [0.0] * len(variance))
+    )
+
+
+def forget_the_noise_of_packing(monkeypatch):
+    monkeypatch.setattr(evaluator._Step, "unpacks", lambda self, gemm: False)
+
+
+def drop_the_loss_row(monkeypatch):
+    monkeypatch.setattr(Program, "_loss_row", lambda self: None)
+
+
+def drop_the_weight_rows(monkeypatch):
+    monkeypatch.setattr(Program, "_weight_rows", lambda self: None)
+
+
+def drop_the_ties(monkeypatch):
+    monkeypatch.setattr(Program, "_ties", lambda self: None)
+
+
+def drop_the_casts_of_results(monkeypatch):
+    monkeypatch.setattr(Program, "_result_casts", lambda self, gemm, moment: None)
+
+
+def forget_workspace(monkeypatch):
+    build = Program.bytes_at
+
+    def mutated(self, moment):
+        self.workspace = []
+        return build(self, moment)
+
+    monkeypatch.setattr(Program, "bytes_at", mutated)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        forget_gradients,
+        forget_the_last_moment_of_a_lifetime,
+        forget_upstream_variance,
+        forget_the_noise_of_packing,
+        drop_the_loss_row,
+        drop_the_weight_rows,
+        drop_the_ties,
+        drop_the_casts_of_results,
+        forget_workspace,
+    ],
+)
+def test_a_planted_bug_is_noticed(plant, monkeypatch):
+    plant(monkeypatch)
+    assert any(disagreement(random_case(seed, most=64), seed) for seed in range(60))
+
+
+def test_lazy_rows_are_needed(monkeypatch):
+    """Without liveness rows the solver must forbid proposals one by one; the answer is the same or it gives up."""
+    case = random_case(3)
+    free = case.problem()
+    low = highs.smallest_peak(free).evaluation.peak_bytes
+    right = highs.solve(case.problem(low))
+    assert right is not None and right.evaluation.peak_bytes == low
+    monkeypatch.setattr(highs._Liveness, "add", lambda self, moment: False)
+    try:
+        found = highs.solve(case.problem(low))
+    except SolverError:
+        return
+    assert found is not None and found.evaluation.objective == pytest.approx(right.evaluation.objective)
+
+
+def test_an_unproven_end_is_an_error(monkeypatch):
+    class Ended:
+        status, message, x, fun, mip_dual_bound = 4, "who knows", None, None, None
+
+    monkeypatch.setattr(highs, "milp", lambda *a, **k: Ended())
+    with pytest.raises(SolverError, match="status 4: who knows"):
+        highs.solve(random_case(0).problem())
+
+
+def test_brute_force_refuses_what_it_cannot_finish(monkeypatch):
+    monkeypatch.setattr(brute_force, "_LIMIT", 1)
+    with pytest.raises(SolverError, match="use the exact solver"):
+        brute_force.solve(random_case(1).problem())

@@ -1,0 +1,452 @@
+"""The command line: quick and lean help, a chain of files, and a clear answer to every bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoprec.cli.main import app
+from autoprec.policies import COMPUTE_FORMATS
+from autoprec.serial import read_device, read_plan, read_profile, write_device
+
+COMMANDS = ("demo", "calibrate", "plan", "explain", "doctor")
+
+TARGETS = """
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 4)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.norm(self.up(x))))
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch.x), batch.y)
+
+
+def batches(count=4, width=32):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(count):
+        x = torch.randn(256, width, generator=generator)
+        yield Batch(x, torch.randint(4, (256,), generator=generator))
+
+
+def target():
+    torch.manual_seed(0)
+    return Net(), batches(), loss
+
+
+def two_values():
+    return Net(), batches()
+
+
+def no_model():
+    return 3, batches(), loss
+
+
+def no_batches():
+    return Net(), 3, loss
+
+
+def no_loss():
+    return Net(), batches(), 3
+
+
+def empty():
+    return Net(), [], loss
+
+
+def vector_loss():
+    return Net(), batches(), lambda model, batch: model(batch.x)
+
+
+def fails():
+    return {}["missing"]  # line fails
+
+
+def loss_fails():
+    def loss(model, batch):
+        return model(batch.x) / undefined  # line loss_fails
+
+    return Net(), batches(), loss
+
+
+def batches_fail():
+    def broken():
+        yield next(batches())
+        raise OSError("the disk is gone")  # line batches_fail
+
+    return Net(), broken(), loss
+
+
+def wrong_width():
+    return Net(), batches(width=31), lambda model, batch: loss(model, batch)  # line wrong_width
+
+
+def needs(argument):
+    pass
+
+
+value = 3
+"""
+
+Answer = tuple[int, str, str]
+Run = Callable[..., Answer]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Exit code, stdout and stderr of a command, in this process."""
+
+    def call(*arguments: object) -> Answer:
+        with pytest.raises(SystemExit) as caught:
+            app([str(a) for a in arguments], prog_name="autoprec")
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return int(caught.value.code or 0), out, err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with targets.py and what calibrate wrote."""
+    folder = tmp_path_factory.mktemp("calibrated")
+    (folder / "targets.py").write_text(TARGETS, encoding="utf-8")
+    done = autoprec("calibrate", "targets:target", "-o", "net.safetensors", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (folder / "said.json").write_text(done.stdout, encoding="utf-8")
+    return folder
+
+
+def autoprec(*arguments: object, cwd: Path | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    code = "from autoprec.cli.main import main; main()"
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    return subprocess.run([sys.executable, "-c", code, *map(str, arguments)], cwd=cwd, check=False, **options)
+
+
+def imported_by(arguments: list[str], cwd: Path | None = None) -> set[str]:
+    """The modules that a command has imported when it ends."""
+    code = (
+        "import sys\nfrom autoprec.cli.main import app\n"
+        f"try: app({arguments!r}, prog_name='autoprec')\n"
+        "except SystemExit as end: print('code', end.code, file=sys.stderr)\n"
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=True)
+    code_line, modules = done.stderr.strip().rsplit("\n", 1)
+    assert code_line.endswith("code 0"), done.stderr
+    return set(modules.split())
+
+
+# Help ---------------------------------------------------------------------------------------------------------------
+
+
+def test_help_imports_next_to_nothing() -> None:
+    heavy = {"torch", "numpy", "scipy", "pydantic", "yaml", "rich"}
+    assert imported_by(["--help"]) & heavy == set()
+    for command in COMMANDS:
+        assert imported_by([command, "--help"]) & heavy <= {"pydantic"}  # some versions of typer convert with it
+
+
+def test_help_is_there_in_a_blink() -> None:
+    def cpu_seconds() -> float:  # of the children: a busy machine does not count
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    taken = []
+    for _ in range(3):
+        before = cpu_seconds()
+        assert autoprec("--help").returncode == 0
+        taken.append(cpu_seconds() - before)
+    assert min(taken) < 0.3
+
+
+def test_help_names_every_command_in_one_line_each(run: Run) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    for command in COMMANDS:
+        assert re.search(rf"^  {command} +[A-Z].*\.$", out, re.MULTILINE), command
+        code, text, _ = run(command, "--help")
+        assert code == 0 and "--json" in text
+
+
+def test_version(run: Run) -> None:
+    code, out, _ = run("--version")
+    assert code == 0 and re.fullmatch(r"autoprec \d+\.\d+\.\d+\n", out)
+
+
+def test_an_unknown_command_is_bad_input(run: Run) -> None:
+    code, out, err = run("calibrat")
+    assert code == 2 and out == "" and "calibrat" in err
+
+
+# The chain calibrate → plan → explain -----------------------------------------------------------------------------
+
+
+def test_calibrate_writes_one_profile_and_the_timings_beside_it(calibrated: Path) -> None:
+    said = json.loads((calibrated / "said.json").read_text())
+    profile, graph = read_profile(calibrated / "net.safetensors")
+    device = read_device(calibrated / "net.safetensors.device.json")
+    assert profile.steps == said["steps"] == 4
+    assert {op.kind for op in graph.ops} >= {"linear", "layer_norm", "relu"}
+    assert said["timings"] == len(device.timings) > 0
+    # Any policy can plan from these files, whatever the one was that they were made with.
+    assert {t.format for t in device.timings} == set(COMPUTE_FORMATS)
+    assert not (calibrated / "autoprec_events.jsonl").exists()
+
+
+def test_calibrate_by_file(calibrated: Path, run: Run) -> None:
+    code, out, _ = run(
+        "calibrate", f"{calibrated / 'targets.py'}:target", "-o", "a.safetensors", "--device-out", "b.json"
+    )
+    assert code == 0
+    assert "autoprec plan a.safetensors --device b.json" in out
+    assert read_device("b.json").timings
+    assert run("plan", "a.safetensors")[0] == 2  # no timings beside it
+    assert run("plan", "a.safetensors", "--device", "b.json")[0] == 0
+
+
+def test_plan_and_explain_take_no_torch(calibrated: Path) -> None:
+    made = imported_by(["plan", "net.safetensors", "--policy", "memory", "-o", "lean.yaml"], cwd=calibrated)
+    assert "numpy" in made and "torch" not in made
+    assert "torch" not in imported_by(["explain", "lean.yaml"], cwd=calibrated)
+    assert "torch" not in imported_by(["explain", "lean.yaml", "up", "--json"], cwd=calibrated)
+
+
+def test_plan_says_what_it_wrote(calibrated: Path, run: Run) -> None:
+    code, out, err = run("plan", calibrated / "net.safetensors", "--policy", "memory", "--json")
+    assert (code, err) == (0, "")
+    said, plan = json.loads(out), read_plan("plan.yaml")
+    assert said["plan"] == "plan.yaml"
+    assert said["fingerprint"] == plan.fingerprint
+    assert plan.predicted is not None and plan.predicted_fp32 is not None
+    assert said["predicted"]["saved_bytes"] == plan.predicted.saved_bytes < plan.predicted_fp32.saved_bytes
+    code, out, _ = run("plan", calibrated / "net.safetensors", "--policy", "memory")
+    assert code == 0
+    for word in (
+        "policy   memory",
+        "budget   none",
+        "binding",
+        "gap",
+        "kept for backward",
+        "autoprec explain plan.yaml",
+    ):
+        assert word in out
+
+
+def test_plan_keeps_a_budget_or_says_what_the_smallest_is(calibrated: Path, run: Run) -> None:
+    profile = calibrated / "net.safetensors"
+    code, out, _ = run("plan", profile, "--policy", "memory", "--budget", "99%", "--json")
+    assert code == 0
+    said = json.loads(out)
+    assert said["predicted"]["peak_bytes"] <= said["budget_bytes"] < said["predicted_fp32"]["peak_bytes"]
+    Path("plan.yaml").unlink()
+    code, out, err = run("plan", profile, "--policy", "memory", "--budget", "1KiB")
+    assert code == 1 and out == "" and "smallest feasible budget" in err
+    assert not Path("plan.yaml").exists()
+    code, _, err = run("plan", profile, "--budget", "lots")
+    assert code == 2 and "lots" in err
+
+
+def test_the_optimizer_that_the_policy_names_counts(calibrated: Path, run: Run) -> None:
+    peaks = {}
+    for optimizer in ("sgd", "adamw"):
+        Path(f"{optimizer}.yaml").write_text(f"version: 1\nname: x\nformats: [fp32]\noptimizer: {optimizer}\n")
+        _, out, _ = run("plan", calibrated / "net.safetensors", "--policy", f"{optimizer}.yaml", "--json")
+        peaks[optimizer] = json.loads(out)["predicted"]["peak_bytes"]
+    _, graph = read_profile(calibrated / "net.safetensors")
+    assert peaks["adamw"] - peaks["sgd"] == 2 * graph.gradient_bytes > 0
+
+
+def test_a_plan_for_a_device_of_another_kind_needs_its_timings(calibrated: Path, run: Run) -> None:
+    device = read_device(calibrated / "net.safetensors.device.json")
+    write_device("bare.json", type(device)(name="bare", type=device.type, native=("fp32",)))
+    code, _, err = run("plan", calibrated / "net.safetensors", "--device", "bare.json")
+    assert code == 2 and "bare" in err
+
+
+@pytest.fixture
+def plan(calibrated: Path, run: Run) -> Path:
+    assert run("plan", calibrated / "net.safetensors", "--policy", "memory")[0] == 0
+    return Path("plan.yaml").resolve()
+
+
+def test_explain_has_a_row_for_each_op_and_the_totals(plan: Path, run: Run) -> None:
+    code, out, _ = run("explain", plan)
+    assert code == 0
+    made = read_plan(plan)
+    for op in {a.op for a in made.assignments}:
+        assert op in out
+    for word in ("output", "grad_input", "grad_weight", "kept as", "fp8_e4m3", "reason", "budget", "binding", "gap"):
+        assert word in out
+
+
+def test_explain_json_holds_every_decision(plan: Path, run: Run) -> None:
+    code, out, _ = run("explain", plan, "--json")
+    assert code == 0
+    said, made = json.loads(out), read_plan(plan)
+    roles = {(a["op"], a["role"]): (a["format"], a["reason"]) for op in said["ops"] for a in op.get("roles", [])}
+    assert roles == {(a.op, str(a.role)): (a.format, a.reason) for a in made.assignments}
+    kept = {s["tensor"]: s["format"] for op in said["ops"] for s in op.get("storages", [])}
+    assert kept == made.storage_of
+
+
+def test_explain_one_op_or_a_glob(plan: Path, run: Run) -> None:
+    code, out, _ = run("explain", plan, "up:linear#0")
+    assert code == 0 and "up:linear#0" in out and "grad_weight" in out and "down" not in out
+    for pattern, ops in (("up", ["up:linear#0"]), ("*:linear#0", ["up:linear#0", "down:linear#0"])):
+        code, out, _ = run("explain", plan, pattern, "--json")
+        assert code == 0 and [op["op"] for op in json.loads(out)["ops"]] == ops
+
+
+def test_explain_names_the_nearest_op(plan: Path, run: Run) -> None:
+    code, out, err = run("explain", plan, "dwn")
+    assert code == 2 and out == "" and "'dwn'" in err and "'down'" in err
+
+
+def test_explain_refuses_other_files(calibrated: Path, run: Run) -> None:
+    for path in ("missing.yaml", calibrated, calibrated / "net.safetensors.device.json", calibrated / "targets.py"):
+        code, out, err = run("explain", path)
+        assert code == 2 and out == "" and str(path) in err
+
+
+# Bad targets --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("targt", "Did you mean 'target'?"),
+        ("value", "'value' is not a function"),
+        ("needs", "missing a required argument: 'argument'"),
+        ("two_values", "must return (model, batches, loss_fn), not tuple of 2"),
+        ("no_model", "the model must be an nn.Module, not int"),
+        ("no_batches", "batches must be iterable, not int"),
+        ("no_loss", "loss_fn must be callable"),
+        ("empty", "at least 2 batches"),
+        ("vector_loss", "must return a scalar tensor"),
+        ("fails", "(in fails): KeyError: 'missing'"),
+        ("loss_fails", "(in loss): NameError: name 'undefined' is not defined"),
+        ("batches_fail", "(in broken): OSError: the disk is gone"),
+        ("wrong_width", "RuntimeError: a and b must have same reduction dim"),
+    ],
+)
+def test_a_target_that_does_not_work(calibrated: Path, run: Run, name: str, said: str) -> None:
+    file = calibrated / "targets.py"
+    code, out, err = run("calibrate", f"{file}:{name}")
+    assert (code, out) == (2, "")
+    last = err.strip().rsplit("\n", 1)[-1]
+    assert last.startswith("autoprec: error: ") and said in last
+    line = next((i for i, text in enumerate(TARGETS.split("\n"), 1) if text.endswith(f"# line {name}")), None)
+    assert line is None or f"{file}:{line} " in last
+    assert not Path("profile.safetensors").exists()
+
+
+@pytest.mark.parametrize("target", ["targets.py", "target", ":", "targets.py:", ":target", ""])
+def test_a_target_without_both_parts(run: Run, target: str) -> None:
+    code, _, err = run("calibrate", target)
+    assert code == 2 and "TARGET is file.py:function or module:function" in err
+
+
+def test_a_target_that_is_not_there(run: Run, tmp_path: Path) -> None:
+    for target, said in (
+        ("gone.py:target", "gone.py: does not exist"),
+        (f"{tmp_path}/:target", "is a directory"),
+        ("no_such_module:target", "no module named 'no_such_module'"),
+        ("no_such.module:target", "no module named 'no_such.module'"),
+    ):
+        code, _, err = run("calibrate", target)
+        assert code == 2 and said in err
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def target(:\n    pass\n", "broken.py:1: SyntaxError"),
+        ("\nimport no_such_module_at_all\n", "broken.py:2 (in <module>): ModuleNotFoundError"),
+        ("raise SystemExit(5)\n", "broken.py:1 (in <module>): SystemExit: 5"),
+    ],
+)
+@pytest.mark.parametrize("target", ["broken.py:target", "./broken.py:target"])
+def test_a_target_that_cannot_be_imported(run: Run, source: str, said: str, target: str) -> None:
+    Path("broken.py").write_text(source)
+    code, _, err = run("calibrate", target)
+    assert code == 2 and said in err
+
+
+def test_a_target_may_be_named_like_a_library(calibrated: Path, run: Run) -> None:
+    Path("json.py").write_text((calibrated / "targets.py").read_text())
+    assert run("calibrate", "json.py:target")[0] == 0
+
+
+def test_bad_options(calibrated: Path, run: Run) -> None:
+    target = f"{calibrated / 'targets.py'}:target"
+    code, _, err = run("calibrate", target, "--policy", "memry")
+    assert code == 2 and "Did you mean 'memory'?" in err
+    code, _, err = run("calibrate", target, "-o", "no/such/folder/p.safetensors")
+    assert code == 2 and "does not exist" in err
+
+
+# Doctor, and how commands end -------------------------------------------------------------------------------------
+
+
+def test_doctor(run: Run) -> None:
+    code, out, _ = run("doctor", "--json")
+    assert code == 0
+    said = json.loads(out)
+    cpu = said["devices"][0]
+    formats = {f["format"]: f for f in cpu["formats"]}
+    assert cpu["type"] == "cpu" and formats["fp32"]["arithmetic"] == "native"
+    assert formats["bf16"]["arithmetic"] in ("native", "emulated")
+    assert formats["fp8_e4m3"] == {"format": "fp8_e4m3", "arithmetic": "no", "storage": True}
+    assert said["torch"] and said["threads"] >= 1
+    assert {(c["source"], c["target"]) for c in cpu["casts"]} >= {("fp32", "bf16"), ("fp32", "fp8_e4m3")}
+    code, out, _ = run("doctor")
+    assert code == 0 and "not at all" in out and "fp32 → bf16" in out
+
+
+def test_what_is_missing_here_is_not_supported(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    code, out, err = run("demo")
+    assert (code, out) == (3, "") and "pip install 'autoprec[demo]'" in err
+
+
+def test_an_interrupted_command(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(**_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("autoprec.cli.doctor.show_doctor", interrupted)
+    assert run("doctor")[:2] == (130, "")
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_closed_pipe_is_quiet(plan: Path, options: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = autoprec("explain", plan, *options, stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
