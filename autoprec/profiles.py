@@ -61,9 +61,7 @@ class RangeHistogram:
             raise ProfileError(
                 f"histogram: bins {self.bins.shape} and moments {self.moments.shape} must be (n,) and (n, 3)"
             )
-        if self.bins.size and (
-            self.bins[0] < 0 or self.bins[-1] >= BINS or not bool(np.all(np.diff(self.bins) > 0))
-        ):
+        if self.bins.size and (self.bins[0] < 0 or self.bins[-1] >= BINS or not bool(np.all(np.diff(self.bins) > 0))):
             raise ProfileError(f"histogram: bins must ascend within 0..{BINS - 1}")
         if not bool(np.isfinite(self.moments).all()):
             raise ProfileError("histogram: moments must be finite")

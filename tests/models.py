@@ -24,9 +24,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         h = self.norm1(x)
-        q, k, v = (
-            m(h).view(batch, length, 4, width // 4).transpose(1, 2) for m in (self.query, self.key, self.value)
-        )
+        q, k, v = (m(h).view(batch, length, 4, width // 4).transpose(1, 2) for m in (self.query, self.key, self.value))
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
         x = x + self.drop(self.out(a))
         if self.graph_break:

@@ -51,8 +51,7 @@ class Digits(nn.Module):
         channels = [1, 16, 16, 32, 32, 32, 48]
         strides = [1, 1, 2, 1, 1, 2]
         self.convs = nn.ModuleList(
-            nn.Conv2d(a, b, 3, s, 1, bias=False)
-            for a, b, s in zip(channels[:-1], channels[1:], strides, strict=True)
+            nn.Conv2d(a, b, 3, s, 1, bias=False) for a, b, s in zip(channels[:-1], channels[1:], strides, strict=True)
         )
         self.norms = nn.ModuleList(nn.BatchNorm2d(c) for c in channels[1:])
         self.fc1, self.fc2 = nn.Linear(48, 64), nn.Linear(64, 10)
@@ -226,18 +225,7 @@ def gradient_pairs(study: Study, *, batches: int = 16) -> list[GradientPair]:
     sums: dict[tuple[str, str, str], float] = {}
     ops = [op for op in graph.ops if op.weights and op.op_class == "gemm"]
     for batch in few.batches:
-        inputs: dict[str, Tensor] = {}
-        grads: dict[str, Tensor] = {}
-        handles = []
-        for op in ops:
-            module = model.get_submodule(op.fqn)
-            handles.append(module.register_forward_pre_hook(lambda _, a, k=op.id: inputs.__setitem__(k, a[0].detach())))
-            handles.append(
-                module.register_full_backward_hook(lambda _, __, g, k=op.id: grads.__setitem__(k, g[0].detach()))
-            )
-        study.loss(model, doubled(batch)).backward()
-        for h in handles:
-            h.remove()
+        inputs, grads = operands(model, {op.id: op.fqn for op in ops}, lambda b=batch: study.loss(model, doubled(b)))
         for op in ops:
             module, x, g = model.get_submodule(op.fqn), inputs[op.id], grads[op.id]
             for fmt in FORMATS:
@@ -260,6 +248,27 @@ def gradient_pairs(study: Study, *, batches: int = 16) -> list[GradientPair]:
         predicted = error_energy(histogram, fmt, scale) / profile.steps
         found.append(GradientPair(study.name, what, op_id, fmt_name, predicted, total / len(few.batches)))
     return found
+
+
+def operands(
+    model: nn.Module, modules: dict[str, str], loss: Callable[[], Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Input and output gradient of each named module in one forward and backward pass."""
+    inputs: dict[str, Tensor] = {}
+    grads: dict[str, Tensor] = {}
+
+    def note(op_id: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def hook(_: nn.Module, arguments: tuple[Tensor, ...], y: Tensor) -> None:
+            inputs[op_id] = arguments[0].detach()
+            y.register_hook(lambda g: grads.__setitem__(op_id, g.detach()))
+
+        return hook
+
+    handles = [model.get_submodule(fqn).register_forward_hook(note(op_id)) for op_id, fqn in modules.items()]
+    loss().backward()
+    for h in handles:
+        h.remove()
+    return inputs, grads
 
 
 def rounded_gradient(g: Tensor, fmt: str) -> Tensor:

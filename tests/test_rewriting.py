@@ -327,9 +327,7 @@ def test_dynamic_batch_sizes_and_eval() -> None:
     compiled(model, plan_of(dict.fromkeys(["0:linear#0", "1:relu#0", "2:linear#0"], "bf16"), storages=("1:relu#0",)))
     for n in (4, 7, 5, 1):
         x = torch.randn(n, 8)
-        assert close(
-            [model[2].forward(torch.relu(model[0].forward(x)))], [model(x).detach()]
-        )
+        assert close([model[2].forward(torch.relu(model[0].forward(x)))], [model(x).detach()])
     model.eval()
     with torch.no_grad():
         assert model(torch.randn(3, 8)).dtype is torch.float32

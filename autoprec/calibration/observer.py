@@ -287,7 +287,9 @@ class ObservingInterpreter(fx.Interpreter):
         captured = op.node
         values = result if isinstance(result, (tuple, list)) else (result,)
         for tensor_id, y in zip(op.outputs, (v for v in values if isinstance(v, Tensor)), strict=False):
-            if y.is_floating_point() and (op.op_class is not OpClass.VIEW or op.inplace is not None or self.origin is None):
+            if y.is_floating_point() and (
+                op.op_class is not OpClass.VIEW or op.inplace is not None or self.origin is None
+            ):
                 taken = self.observer.value(tensor_id, y, through_edges=captured in self.mixed)
                 if tensor_id == op.outputs[0]:
                     self._taken[captured] = taken

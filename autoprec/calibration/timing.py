@@ -118,9 +118,7 @@ def _time_case(key: str, case: TimingCase, fmt: str, device_type: str) -> list[O
         live = [t for t in wanted if t.requires_grad]
         if not live:
             return 0.0
-        return _seconds(
-            lambda: torch.autograd.grad(y, live, g, retain_graph=True, allow_unused=True), device
-        )
+        return _seconds(lambda: torch.autograd.grad(y, live, g, retain_graph=True, allow_unused=True), device)
 
     if case.op.op_class is OpClass.GEMM and case.op.weights:
         x, *parameters = leaves

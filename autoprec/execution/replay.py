@@ -165,7 +165,5 @@ def first_offence(
         pairs = [(outputs[i], g) for i, g in record.output_gradients.items() if outputs[i].requires_grad]
         leaves = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
         if pairs and leaves:
-            torch.autograd.grad(
-                [y for y, _ in pairs], leaves, [g.to(y.dtype) for y, g in pairs], allow_unused=True
-            )
+            torch.autograd.grad([y for y, _ in pairs], leaves, [g.to(y.dtype) for y, g in pairs], allow_unused=True)
     return looking.backward_offence

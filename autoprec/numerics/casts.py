@@ -63,5 +63,3 @@ def leave_region(x: Tensor, dtype: torch.dtype, scale_log2: int) -> Tensor:
     result = _LeaveRegion.apply(x, dtype, scale_log2)
     assert isinstance(result, Tensor)
     return result
-
-

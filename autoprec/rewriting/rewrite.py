@@ -43,6 +43,8 @@ class _With:
 
     def __call__(self, *args: Any) -> Any:
         return self._function(*args, *self.fixed)
+
+
 @dataclass(frozen=True, eq=False)
 class Rewritten:
     """A rewritten graph and, for observation, which captured node each value comes from."""
@@ -131,9 +133,7 @@ class _Rewriter:
             return None
         if fmt not in self.made[base] and not _no_larger(base, node):  # pay for the view's elements only
             return None
-        new = self.graph.node_copy(
-            node, lambda n: self.in_format(n, fmt, region) if n is base else self.as_written(n)
-        )
+        new = self.graph.node_copy(node, lambda n: self.in_format(n, fmt, region) if n is base else self.as_written(n))
         return new
 
     def _cast(self, node: fx.Node, fmt: str, region: int | None) -> fx.Node:

@@ -268,9 +268,7 @@ class _Walk:
             return (op_id,)
         if isinstance(value, (tuple, list)):
             self._parts[node] = tuple(op_id if i == 0 else f"{op_id}.{i}" for i in range(len(value)))
-            return tuple(
-                name for name, v in zip(self._parts[node], value, strict=True) if isinstance(v, torch.Tensor)
-            )
+            return tuple(name for name, v in zip(self._parts[node], value, strict=True) if isinstance(v, torch.Tensor))
         return ()
 
     def _class(self, node: fx.Node, kind: str, changed: fx.Node | None, arguments: Sequence[fx.Node]) -> OpClass:

@@ -14,7 +14,17 @@ from torch import fx
 
 from autoprec.graphs import OpClass
 
-__all__ = ["CONVS", "INPLACE_POSITION", "changes_mode", "class_of", "inplace_target", "is_user_cast", "kind_of", "out_of_place", "returns_float32"]
+__all__ = [
+    "CONVS",
+    "INPLACE_POSITION",
+    "changes_mode",
+    "class_of",
+    "inplace_target",
+    "is_user_cast",
+    "kind_of",
+    "out_of_place",
+    "returns_float32",
+]
 
 CONVS = ("conv1d", "conv2d", "conv3d")
 
@@ -117,9 +127,7 @@ def class_of(kind: str) -> OpClass:
 def inplace_target(node: fx.Node) -> fx.Node | None:
     """The node whose memory a call changes, or None."""
     name = _raw_name(node)
-    named_so = (
-        name in _INPLACE_OPERATORS or name == "setitem" or (name.endswith("_") and not name.endswith("__"))
-    )
+    named_so = name in _INPLACE_OPERATORS or name == "setitem" or (name.endswith("_") and not name.endswith("__"))
     if named_so or node.kwargs.get("inplace") is True or _positional_inplace(node, name):
         first = node.args[0] if node.args else node.kwargs.get("input")
         return first if isinstance(first, fx.Node) else None

@@ -18,7 +18,7 @@ def rounded(x: np.ndarray, exponent_bits: int, mantissa_bits: int, largest: floa
     _, exponent = np.frexp(x)
     quantum = np.exp2(np.maximum(exponent - 1, lowest) - mantissa_bits)
     y = np.rint(x / quantum) * quantum
-    return np.clip(y, -largest, largest) if saturates else np.where(np.abs(y) > largest, np.inf * np.sign(y), y)
+    return np.clip(y, -largest, largest) if saturates else np.where(np.abs(y) > largest, np.copysign(np.inf, y), y)
 
 
 def measured(x: np.ndarray, w: np.ndarray, fmt: Format, scale_log2: int) -> float:

@@ -23,7 +23,7 @@ def random_choice(problem: Problem, rng: np.random.Generator) -> Choice:
     if rng.random() < 0.5:  # mostly one format: random choices break every noise limit
         formats = [0 if rng.random() < 0.8 else k for k in formats]
     for a, b in problem.ties * 2:
-        if rng.random() < 0.9:
+        if rng.random() < 0.6:
             formats[a] = formats[b]
     packed = frozenset(t for t in problem.packable if rng.random() < 0.5)
     return Choice(options=tuple(formats), packed=packed)
@@ -176,7 +176,7 @@ def forget_workspace(monkeypatch):
 )
 def test_a_planted_bug_is_noticed(plant, monkeypatch):
     plant(monkeypatch)
-    assert any(disagreement(random_case(seed, most=64), seed) for seed in range(60))
+    assert any(disagreement(random_case(seed, most=64), seed) for seed in range(150))
 
 
 def test_lazy_rows_are_needed(monkeypatch):
