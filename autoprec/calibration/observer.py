@@ -215,6 +215,7 @@ class ObservingInterpreter(fx.Interpreter):
         self._taken: dict[fx.Node, Sample] = {}
 
     def run_node(self, n: fx.Node) -> Any:
+        """Run a node and show its result to the observer."""
         captured = n if self.origin is None else self.origin.get(n)
         op = self.op_of.get(captured) if captured is not None else None
         structure = self.observer.structure

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -32,20 +32,37 @@ _MAX_REPEATS, _MIN_REPEATS, _BUDGET_SECONDS = 7, 3, 0.02
 _FORMATS = ("fp32", "bf16", "fp16")
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+#: Smaller differences between formats count as none; two timings of one op differ by about that much here.
+_NOISE_FRAC = 0.1
 
-    run()
-    wait()
-    taken: list[float] = []
-    while len(taken) < _MIN_REPEATS or (len(taken) < _MAX_REPEATS and sum(taken) < _BUDGET_SECONDS):
+K = TypeVar("K")
+
+
+def _rounds(runs: Mapping[K, Callable[[], object]], device: torch.device) -> dict[K, float]:
+    """Median seconds of each, timed in turn."""
+
+    def timed(run: Callable[[], object]) -> float:
         begin = time.perf_counter()
         run()
-        wait()
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begin
+
+    for run in runs.values():
+        timed(run)  # warm-up
+    taken: dict[K, list[float]] = {k: [] for k in runs}
+    rounds, begin = 0, time.perf_counter()
+    while rounds < _MIN_REPEATS or (
+        rounds < _MAX_REPEATS and time.perf_counter() - begin < _BUDGET_SECONDS * len(runs)
+    ):
+        for k, run in runs.items():
+            taken[k].append(timed(run))
+        rounds += 1
+    return {k: statistics.median(v) for k, v in taken.items()}
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    return _rounds({0: run}, device)[0]
 
 
 @cache
@@ -78,15 +95,18 @@ def _cast_timing(source: str, target: str, sizes: Sequence[int], seconds: Sequen
 
 
 def time_ops(cases: Mapping[str, TimingCase], formats: Iterable[str], device: Device) -> Device:
-    """The device with every case timed in every format that it may take; what it knows already is not timed again."""
+    """The device with every case timed in every format that it may take; what it knows already is not timed again.
+
+    The formats of one op are timed in turn, round by round, so that a drift of the machine's speed hits all of them.
+    """
     known = device.seconds_by_key
     timings: list[OpTiming] = []
     state = torch.get_rng_state()
     try:
         for key, case in cases.items():
-            for fmt in _candidates(case, formats):
-                if (key, Role.OUTPUT.value, fmt) not in known:
-                    timings += _time_case(key, case, fmt, device.type)
+            wanted = _candidates(case, formats)
+            if any((key, Role.OUTPUT.value, fmt) not in known for fmt in wanted):
+                timings += _time_case(key, case, wanted, device.type)
     finally:
         torch.set_rng_state(state)
     return device.extended(tuple(timings))
@@ -99,35 +119,57 @@ def _candidates(case: TimingCase, formats: Iterable[str]) -> tuple[str, ...]:
     return ("fp32",) if case.op.pinned else tuple(dict.fromkeys(("fp32", *formats)))
 
 
-def _time_case(key: str, case: TimingCase, fmt: str, device_type: str) -> list[OpTiming]:
-    device = torch.device(device_type)
+def _time_case(key: str, case: TimingCase, formats: Sequence[str], device_type: str) -> list[OpTiming]:
+    runs: dict[tuple[Role, str], Callable[[], object]] = {}
+    for fmt in formats:
+        for role, run in _role_runs(case, fmt, device_type).items():
+            runs[(role, fmt)] = run
+    seconds = _rounds(runs, torch.device(device_type))
+    return [
+        OpTiming(
+            timing_key=key,
+            role=role.value,
+            format=fmt,
+            seconds=_significant(taken, seconds.get((role, "fp32"), taken)),
+        )
+        for (role, fmt), taken in seconds.items()
+    ]
 
-    def timing(role: Role, seconds: float) -> OpTiming:
-        return OpTiming(timing_key=key, role=role.value, format=fmt, seconds=seconds)
 
+def _significant(seconds: float, fp32: float) -> float:
+    """FP32's seconds where the difference is within what repeated timings of one op differ by."""
+    return fp32 if abs(seconds - fp32) <= _NOISE_FRAC * fp32 else seconds
+
+
+def _role_runs(case: TimingCase, fmt: str, device_type: str) -> dict[Role, Callable[[], object]]:
+    """What to time for each role. Ops that are not weighted GEMMs have one role: forward and backward together."""
     forward, leaves = _callable(case, fmt, device_type)
-    with torch.no_grad():
-        seconds = _seconds(forward, device)
+
+    def without_graph() -> object:
+        with torch.no_grad():
+            return forward()
+
     with torch.enable_grad():
         y = forward()
     if not (isinstance(y, Tensor) and y.requires_grad):
-        return [timing(Role.OUTPUT, seconds)]
+        return {Role.OUTPUT: without_graph}
     g = torch.randn(y.shape, device=y.device).to(y.dtype)
 
-    def backward(wanted: Sequence[Tensor]) -> float:
+    def backward(wanted: Sequence[Tensor]) -> Callable[[], object]:
         live = [t for t in wanted if t.requires_grad]
         if not live:
-            return 0.0
-        return _seconds(lambda: torch.autograd.grad(y, live, g, retain_graph=True, allow_unused=True), device)
+            return lambda: None
+        return lambda: torch.autograd.grad(y, live, g, retain_graph=True, allow_unused=True)
 
     if case.op.op_class is OpClass.GEMM and case.op.weights:
         x, *parameters = leaves
-        return [
-            timing(Role.OUTPUT, seconds),
-            timing(Role.GRAD_INPUT, backward([x])),
-            timing(Role.GRAD_WEIGHT, backward(parameters)),
-        ]
-    return [timing(Role.OUTPUT, seconds + backward(leaves))]
+        return {
+            Role.OUTPUT: without_graph,
+            Role.GRAD_INPUT: backward([x]),
+            Role.GRAD_WEIGHT: backward(parameters),
+        }
+    whole = backward(leaves)
+    return {Role.OUTPUT: lambda: (without_graph(), whole())}
 
 
 def _callable(case: TimingCase, fmt: str, device_type: str) -> tuple[Callable[[], Any], list[Tensor]]:

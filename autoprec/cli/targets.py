@@ -108,7 +108,7 @@ def _their_code(source: str) -> Iterator[None]:
 
     Others are errors of ours and pass unchanged.
     """
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # would print the traceback of what we report in one line
+    log = logging.getLogger("torch")  # it would print the traceback of what is reported here in one line
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:

@@ -18,7 +18,7 @@ from autoprec.devices import Device
 from autoprec.execution import measuring
 from autoprec.serial import load_policy
 
-__all__ = ["Contest"]
+__all__ = ["Contest", "Trainer"]
 
 POLICIES = {BALANCED: "balanced", MEMORY: "memory"}
 
@@ -39,7 +39,7 @@ class Contest:
         policy = POLICIES.get(contestant)
         if policy is not None:
             autoprec.compile(model, policy=policy, device=self.device, events=None)
-        trainer = _Trainer(task, model, autocast=contestant == AUTOCAST)
+        trainer = Trainer(task, model, autocast=contestant == AUTOCAST)
         seconds = [trainer.timed_step(task.batch(generator)) for _ in range(task.steps)]
         model.eval()
         with trainer.precision():
@@ -67,7 +67,7 @@ class Contest:
         )
 
 
-class _Trainer:
+class Trainer:
     """A plain training loop, taken apart for measuring."""
 
     def __init__(self, task: Task, model: nn.Module, *, autocast: bool) -> None:

@@ -20,7 +20,7 @@ from autoprec.graphs import Role
 from autoprec.plans import Plan
 from autoprec.policies import Policy, StorageOptions
 
-__all__ = ["grow_a_layer"]
+__all__ = ["Watch", "grow_a_layer", "largest_result"]
 
 FACTOR = 1.5
 #: Steps before the growth begins (calibration is among them), the most that it takes, and those that follow.
@@ -44,7 +44,7 @@ def grow_a_layer(task: Task, device: Device | None = None) -> Growth:
     optimizer = task.optimizer(model.parameters())
     autoprec.compile(model, policy=FP16_WHERE_IT_FITS, device=device, events=None)
     session = autoprec.session(model)
-    watch = _Watch(model, optimizer)
+    watch = Watch(model, optimizer)
     for _ in range(STEPS_BEFORE):
         watch.step(task, task.batch(generator))
     assert session.plan is not None
@@ -57,7 +57,7 @@ def grow_a_layer(task: Task, device: Device | None = None) -> Growth:
         with torch.no_grad():
             layer.weight.mul_(FACTOR)
         batch = task.batch(generator)
-        largest = _largest_result(model, name, batch[0])
+        largest = largest_result(model, name, batch[0])
         watch.step(task, batch)
         if largest > limit:
             break
@@ -96,7 +96,7 @@ def _grown_op(plan: Plan, model: nn.Module) -> str:
 
 
 @torch.no_grad()
-def _largest_result(model: nn.Module, layer: str, images: Tensor) -> float:
+def largest_result(model: nn.Module, layer: str, images: Tensor) -> float:
     """The largest |x| that a layer makes in FP32, by a copy of the model that autoprec knows nothing of."""
     seen: list[float] = []
     plain = copy.deepcopy(model)
@@ -105,7 +105,7 @@ def _largest_result(model: nn.Module, layer: str, images: Tensor) -> float:
     return seen[0]
 
 
-class _Watch:
+class Watch:
     """Takes steps, and compares every bit of the state before and after those whose gradients were not finite."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:

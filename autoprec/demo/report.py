@@ -1,7 +1,8 @@
-"""The demo's results as tables for people and as JSON for programs. No torch here."""
+"""The demo's results as tables for people and as JSON for programs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -9,24 +10,29 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoprec.demo import growth, tasks
+from autoprec.demo.contest import Contest, Trainer
 from autoprec.demo.results import CONTESTANTS, FP32, MEMORY, Demo, Growth, TaskResult
+from autoprec.execution import measuring
 from autoprec.planning.reasons import bytes_text, seconds_text
+from autoprec.plans import Plan
 from autoprec.reporting.plans import ops_table, plan_data
 
 __all__ = ["demo_data", "demo_tables"]
 
 #: Who measured each figure.
-MEASURED_BY = {
-    "score": "autoprec.demo.tasks.Task.score",
-    "step_seconds": "autoprec.demo.contest._Trainer.timed_step",
-    "saved_bytes": "autoprec.execution.measuring.saved_bytes",
-    "peak_bytes": "autoprec.execution.measuring.peak_bytes",
-    "formats": "autoprec.plans.Plan.formats_used",
-    "promotions": "autoprec.sessions.Session.events",
-    "skipped_steps": "autoprec.sessions.Session.skipped_steps",
-    "largest": "autoprec.demo.growth._largest_result",
-    "bad_steps": "autoprec.demo.growth._Watch.step",
-    "bad_updates": "autoprec.demo.growth._Watch.step",
+MEASURED_BY: dict[str, Callable[..., Any]] = {
+    "score": tasks.Task.score,
+    "step_seconds": Trainer.timed_step,
+    "saved_bytes": measuring.saved_bytes,
+    "peak_bytes": measuring.peak_bytes,
+    "formats": Plan.formats_used,
+    "promotions": Contest.run,
+    "skipped_steps": Contest.run,
+    "largest": growth.largest_result,
+    "bad_steps": growth.Watch.step,
+    "bad_updates": growth.Watch.step,
+    "good_steps_after": growth.Watch.step,
 }
 
 
@@ -138,4 +144,4 @@ def _contestant_data(task: TaskResult, who: str) -> dict[str, Any]:
 def _figure(name: str, value: Any) -> Any:
     """A figure with the function that measured it; other values as they are."""
     by = MEASURED_BY.get(name)
-    return value if by is None else {"value": value, "measured_by": by}
+    return value if by is None else {"value": value, "measured_by": f"{by.__module__}.{by.__qualname__}"}

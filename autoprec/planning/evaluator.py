@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from autoprec.planning.values import Choice, Evaluation, Gemm, PlanTensor, Problem, Violation, bytes_of
+from autoprec.planning.values import PACKED, Choice, Evaluation, Gemm, PlanTensor, Problem, Violation, bytes_of
 
 __all__ = ["SECONDARY", "TERTIARY", "evaluate", "holders", "objective_of"]
 
@@ -14,7 +14,6 @@ SECONDARY = 1e-6
 TERTIARY = 1e-9
 
 _TOLERANCE = 1e-9
-PACKED = "fp8_e4m3"
 
 
 def objective_of(problem: Problem, seconds: float, saved_bytes: float, noise: float) -> float:

@@ -23,7 +23,7 @@ from scipy.sparse import csr_array
 
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
 from autoprec.planning.liveness import demands
-from autoprec.planning.values import Choice, Gemm, Problem, bytes_of
+from autoprec.planning.values import PACKED, Choice, Gemm, Problem, bytes_of
 
 __all__ = ["OBJECTIVE_SCALE", "Linear", "Program"]
 
@@ -31,8 +31,6 @@ OBJECTIVE_SCALE = 1e4
 
 #: A coefficient beyond this many limits forbids its option as surely as the true one, and is kinder to the solver.
 _CAP = 2.0
-
-_PACKED = "fp8_e4m3"
 
 
 _DemandKey = tuple[tuple[tuple[str, int], ...], tuple[int | None, ...], tuple[int | None, ...], int]
@@ -241,7 +239,7 @@ class Program:
                 continue
             self.cost[spared] += self._byte * (t.packed_bytes + len(t.masks) * t.mask_bytes)
             first = min((p.gemms[k] for k in t.gemms), key=lambda gemm: gemm.moment).output
-            self._one_of(spared, first, {f: p.cast_seconds(f, _PACKED, t.numel) for f in self.formats(first)})
+            self._one_of(spared, first, {f: p.cast_seconds(f, PACKED, t.numel) for f in self.formats(first)})
 
     def _gemm_casts(self, gemm: Gemm) -> None:
         p = self.problem
@@ -257,7 +255,7 @@ class Program:
         self._casts_to(gemm.output, [gemm.grad_weight], gemm.x_numel, back=False, moment=moment, spared=packed)
         if packed is not None:
             unit = gemm.grad_weight
-            seconds = {g: p.cast_seconds(_PACKED, g, gemm.x_numel) for g in self.formats(unit)}
+            seconds = {g: p.cast_seconds(PACKED, g, gemm.x_numel) for g in self.formats(unit)}
             for g, decoded in self._one_of(packed, unit, seconds).items():
                 self.workspace.append((moment, decoded, gemm.x_numel * bytes_of(g)))
 

@@ -131,7 +131,7 @@ def _drop_overflows(options: Options, graph: OpGraph, prices: Prices) -> None:
         fmt = format_named(name)
         if name == "fp32":
             continue
-        for t in dict.fromkeys((*op.inputs, *op.outputs)):
+        for t in _concerned(op, options.role):
             spec = graph.tensor_by_id[t]
             made = t in op.outputs
             if not spec.is_float32 or (not made and not reads_narrow(op, t, graph)):
@@ -147,6 +147,13 @@ def _drop_overflows(options: Options, graph: OpGraph, prices: Prices) -> None:
         reason = prices.gradient_overflow(op, options.role, fmt)
         if reason:
             options.drop(name, reason)
+
+
+def _concerned(op: Op, role: Role) -> list[str]:
+    """Tensors whose values a role reads or makes (gradients apart)."""
+    if role is Role.OUTPUT:
+        return list(dict.fromkeys((*op.inputs, *op.outputs)))
+    return list(op.inputs[1:]) if role is Role.GRAD_INPUT else [op.inputs[0]]
 
 
 def _tie_in_place(graph: OpGraph, roots: Roots, found: list[Options]) -> None:

@@ -13,12 +13,12 @@ from autoprec.planning.evaluator import evaluate, holders
 from autoprec.planning.highs import smallest_peak, solve
 from autoprec.planning.polish import polish
 from autoprec.planning.pricing import Prices
-from autoprec.planning.problem import PACKED, Problem, build_problem, fixed_bytes
+from autoprec.planning.problem import Problem, build_problem, fixed_bytes
 from autoprec.planning.reasons import Reasons, bytes_text, violation_text
 from autoprec.planning.regions import fp16_regions
 from autoprec.planning.roots import resolve_roots
 from autoprec.planning.uniform import uniform_choice
-from autoprec.planning.values import Choice, Evaluation, Solution
+from autoprec.planning.values import PACKED, Choice, Evaluation, Solution
 from autoprec.plans import AS_IS, Assignment, Plan, Storage, Totals
 from autoprec.policies import Policy, parse_budget
 from autoprec.profiles import Profile

@@ -20,13 +20,11 @@ from autoprec.planning.gradients import gradient_nodes, variance_numbers
 from autoprec.planning.options import Options, decides, in_place_pairs, reads_narrow, unit_options
 from autoprec.planning.pricing import NARROW, Prices
 from autoprec.planning.roots import Roots, resolve_roots
-from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit, Use, WeightRow, bytes_of
+from autoprec.planning.values import PACKED, Gemm, PlanTensor, Problem, Unit, Use, WeightRow, bytes_of
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
 
 __all__ = ["Problem", "build_problem", "fixed_bytes"]
-
-PACKED = "fp8_e4m3"
 
 _ITEM_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int16": 2, "uint16": 2, "float16": 2,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.polish import flips, tied_groups
-from autoprec.planning.values import Choice, Evaluation, Problem, Solution, Violation
+from autoprec.planning.values import PACKED, Choice, Evaluation, Problem, Solution, Violation
 
 __all__ = ["Reasons", "bytes_text", "seconds_text", "violation_text"]
 
@@ -81,7 +81,7 @@ class Reasons:
         choice = self._solution.choice
         packed = tensor in choice.packed
         flipped = Choice(options=choice.options, packed=choice.packed ^ {tensor})
-        name = "as it is" if packed else "fp8_e4m3"
+        name = "as it is" if packed else PACKED
         return self._priced([_Alternative(name=name, evaluation=evaluate(self._problem, flipped))])
 
     def _priced(self, alternatives: list[_Alternative]) -> str:

@@ -16,6 +16,7 @@ from autoprec.formats import format_named
 from autoprec.graphs import Role
 
 __all__ = [
+    "PACKED",
     "Choice",
     "Evaluation",
     "Gemm",
@@ -30,7 +31,10 @@ __all__ = [
     "bytes_of",
 ]
 
-_BYTES = {name: format_named(name).bytes for name in ("fp32", "bf16", "fp16", "fp8_e4m3")}
+#: The narrow storage.
+PACKED = "fp8_e4m3"
+
+_BYTES = {name: format_named(name).bytes for name in ("fp32", "bf16", "fp16", PACKED)}
 
 
 def bytes_of(format_name: str) -> int:
