@@ -73,7 +73,7 @@ def test_a_layer_that_overflows_is_caught_and_the_run_goes_on(demo: dict[str, An
 
 def test_all_claims_hold_and_are_those_of_the_figures(demo: dict[str, Any]) -> None:
     assert [c["text"] for c in demo["claims"] if not c["holds"]] == []
-    assert len(demo["claims"]) == 9
+    assert len(demo["claims"]) == 10
 
 
 def test_each_figure_names_the_function_that_measured_it(demo: dict[str, Any]) -> None:

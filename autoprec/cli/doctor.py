@@ -15,6 +15,7 @@ __all__ = ["show_doctor"]
 def show_doctor(*, as_json: bool) -> int:
     """Probe the CPU, and the GPU if there is one."""
     import torch
+    from torch import __version__ as torch_version
 
     from autoprec import __version__
     from autoprec.calibration.timing import measure_casts
@@ -24,7 +25,7 @@ def show_doctor(*, as_json: bool) -> int:
         devices = [measure_casts(t) for t in types]
     data = {
         "autoprec": __version__,
-        "torch": torch.__version__,
+        "torch": torch_version,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         "devices": [device_data(d) for d in devices],

@@ -133,6 +133,7 @@ class Demo:
         g = self.growth
         found.append(_at_least(f"growth: {g.layer} was caught and promoted", float(g.op in g.promoted), 1.0))
         found.append(_at_most("growth: updates with a non-finite gradient", float(g.bad_updates), 0.0))
+        found.append(_at_most("growth: loss at the end / at first", g.last_loss / g.first_loss, 1.0))
         found.append(_at_least("growth: good steps after the last bad one", float(g.good_steps_after), 1.0))
         return tuple(found)
 

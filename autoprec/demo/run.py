@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import __version__ as torch_version
 
 from autoprec.demo.contest import Contest
 from autoprec.demo.growth import grow_a_layer
@@ -36,7 +37,7 @@ def run_demo(progress: Callable[[str], None]) -> Demo:
         tasks=tasks,
         growth=growth,
         seconds=time.perf_counter() - begin,
-        torch_version=torch.__version__,
+        torch_version=torch_version,
         device=contest.device.name if contest.device is not None else "cpu",
         threads=1,
     )

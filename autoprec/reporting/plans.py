@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -99,19 +100,30 @@ def matching(plan: Plan, pattern: str) -> tuple[OpDecision, ...]:
 
 
 def ops_table(plan: Plan, *, changed_only: bool = False) -> Table:
-    """One row per op: formats of its roles, storage, reason."""
+    """One row per op: formats of its roles and storage, and below them the reason."""
     rows = [d for d in decisions(plan) if d.changes or not changed_only]
     hidden = len(decisions(plan)) - len(rows)
-    table = Table(title="What each op got, and why", title_justify="left", caption_justify="left")
+    table = Table(title="What each op got, and why", title_justify="left", caption_justify="left", show_lines=True)
     if hidden:
         table.caption = f"and {hidden} ops wholly in fp32"
-    table.add_column("op", overflow="fold")
-    for name in ("output", "grad_input", "grad_weight", "kept as"):
-        table.add_column(name)
-    table.add_column("reason", overflow="fold", ratio=1)
+    table.add_column(_line("op", *_DECIDED), ratio=1)
     for d in rows:
-        table.add_row(d.op, *(d.format_of(role) for role in Role), d.kept_as, d.reason)
+        formats = _line(d.op, *(d.format_of(role) for role in Role), d.kept_as)
+        table.add_row(Group(formats, Text(d.reason, style="dim")) if d.reason else formats)
     return table
+
+
+_DECIDED = ("output", "grad_input", "grad_weight", "kept as")
+
+
+def _line(op: str, *formats: str) -> Table:
+    """The op, and its formats in columns that are equally wide in every row."""
+    line = Table.grid(expand=True, padding=(0, 1))
+    line.add_column(overflow="fold", ratio=1)
+    for name in _DECIDED:
+        line.add_column(width=max(len(name), len("fp8_e4m3")))
+    line.add_row(op, *formats)
+    return line
 
 
 def op_table(decision: OpDecision) -> Table:

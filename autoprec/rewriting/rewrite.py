@@ -24,12 +24,13 @@ from autoprec.graphs import OpClass, Role
 from autoprec.numerics.casts import cast, enter_region, leave_region, saturating_cast
 from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.gemm import conv, keep, linear, matmul, relu_keeping_bits
+from autoprec.numerics.norms import NormCall, norm
 from autoprec.numerics.specs import conv_options, gemm_spec
 from autoprec.plans import AS_IS, Plan
 from autoprec.tracing.bindings import Binding, OpNode
 from autoprec.tracing.kinds import CONVS, changes_mode, out_of_place, returns_float32
 
-__all__ = ["Rewritten", "rewrite", "root_ids"]
+__all__ = ["Rewritten", "rewrite"]
 
 _FP32 = "fp32"
 
@@ -64,6 +65,26 @@ _GEMM_SIGNATURE = {
 }
 
 
+_NORM_SIGNATURE = {
+    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
+    "group_norm": ("input", "num_groups", "weight", "bias", "eps"),
+    "batch_norm": ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+}
+
+
+def _norm_call(kind: str, arguments: dict[str, Any], scale_log2: int) -> NormCall | None:
+    """The options of a norm, None where one of them is not a plain value or the kind is another."""
+    if kind not in _NORM_SIGNATURE:
+        return None
+    shape = arguments.get("normalized_shape", arguments.get("num_groups", ()))
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    training, momentum = arguments.get("training", False), arguments.get("momentum", 0.1)
+    eps = arguments.get("eps", 1e-5)
+    if any(isinstance(v, fx.Node) or v is None for v in (*shape, training, momentum, eps)):
+        return None
+    return NormCall(kind=kind, shape=shape, training=training, momentum=momentum, eps=eps, scale_log2=scale_log2)
+
+
 class _Rewriter:
     def __init__(self, binding: Binding, plan: Plan, device_type: str) -> None:
         self.binding, self.plan, self.device_type = binding, plan, device_type
@@ -77,7 +98,7 @@ class _Rewriter:
         self.region = {op: r.scale_log2 for r in plan.regions for op in r.ops}
         self.region_of_value: dict[fx.Node, int] = {}
         self.saturating = set(plan.saturating)
-        self.root_id = root_ids(binding)
+        self.base_of = _bases(binding)
 
     def run(self) -> Rewritten:
         for node in self.binding.template.module.graph.nodes:
@@ -212,6 +233,8 @@ class _Rewriter:
 
     def _norm(self, op: OpNode, fmt: str, region: int | None) -> fx.Node:
         x = op.inputs[0][0]
+        if fmt == "fp16":
+            return self._norm_in_fp16(op, region)
         whole = self.device_type != "cpu" and op.kind in ("layer_norm", "group_norm", "rms_norm")
         new = self.graph.node_copy(
             op.node, lambda n: self.in_format(n, fmt, region) if n is x or whole else self.as_written(n)
@@ -219,6 +242,21 @@ class _Rewriter:
         if op.kind in ("rms_norm", "instance_norm"):
             new = self.graph.call_function(cast, (new, dtype_of(fmt)))
         return new
+
+    def _norm_in_fp16(self, op: OpNode, region: int | None) -> fx.Node:
+        """FP32 inside; torch's kernels would add up the weight's gradient in FP16."""
+        arguments = dict(zip(_NORM_SIGNATURE.get(op.kind, ()), op.node.args, strict=False)) | op.node.kwargs
+        call = _norm_call(op.kind, arguments, region or 0)
+        if call is None:
+            new = self.graph.node_copy(op.node, lambda n: self.as_written(n))
+            if region:
+                return self.graph.call_function(enter_region, (new, torch.float16, region))
+            return self.graph.call_function(cast, (new, torch.float16))
+        x = self.in_format(arguments["input"], "fp16", region)
+        names = ("weight", "bias", "running_mean", "running_var")
+        others = [arguments.get(n) for n in names]
+        tensors = [self.as_written(t) if isinstance(t, fx.Node) else None for t in others]
+        return self.graph.call_function(_With(norm, call), (x, *tensors))
 
     def _weighted_gemm(self, op: OpNode, formats: dict[Role, str], region: int | None) -> fx.Node:
         arguments = dict(zip(_GEMM_SIGNATURE[op.kind], op.node.args, strict=False)) | op.node.kwargs
@@ -242,9 +280,13 @@ class _Rewriter:
         return self.graph.call_function(_With(conv, spec, options), (x_new, weight, bias_new, packed))
 
     def _is_narrow(self, tensor_id: str) -> bool:
-        """Whether the plan keeps the tensor, or the tensor that it is a view of, in a narrow format."""
-        root = self.root_id.get(tensor_id, tensor_id)
-        return self.plan.storage_of.get(root, AS_IS) != AS_IS
+        """Whether the plan keeps the tensor, or the nearest tensor that it is a view of, in a narrow format."""
+        current: str | None = tensor_id
+        while current is not None:
+            if current in self.plan.storage_of:
+                return self.plan.storage_of[current] != AS_IS
+            current = self.base_of.get(current)
+        return False
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -255,15 +297,15 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     return a, b
 
 
-def root_ids(binding: Binding) -> dict[str, str]:
-    """Tensor id → id of the tensor whose values it shows through views and in-place changes."""
-    roots: dict[str, str] = {}
-    for op in binding.ops:
-        if op.op_class is OpClass.VIEW and op.inputs:
-            base = op.inputs[0][1]
-            for out in op.outputs:
-                roots[out] = roots.get(base, base)
-    return roots
+def _bases(binding: Binding) -> dict[str, str]:
+    """Tensor id → id of the tensor whose values it shows through one view or in-place change."""
+    return {
+        out: op.inputs[0][1]
+        for op in binding.ops
+        if op.op_class is OpClass.VIEW and op.inputs
+        for out in op.outputs
+        if out != op.inputs[0][1]
+    }
 
 
 def _no_larger(base: fx.Node, view: fx.Node) -> bool:
