@@ -20,8 +20,9 @@ from autoprec.devices import CastTiming, Device, OpTiming
 from autoprec.graphs import OpClass, Role
 from autoprec.numerics.dtypes import dtype_of, native_formats
 from autoprec.numerics.gemm import conv, linear, matmul
+from autoprec.numerics.norms import norm
 from autoprec.numerics.packing import decode_e4m3, encode_e4m3
-from autoprec.numerics.specs import conv_options, gemm_spec
+from autoprec.numerics.specs import NORM_SIGNATURE, conv_options, gemm_spec, norm_call
 from autoprec.tracing.kinds import CONVS, out_of_place
 
 __all__ = ["measure_casts", "time_ops"]
@@ -206,6 +207,12 @@ def _callable(case: TimingCase, fmt: str, device_type: str) -> tuple[Callable[[]
     if op.op_class is OpClass.GEMM and op.kind != "scaled_dot_product_attention" and fmt != "fp32":
         spec = gemm_spec({Role.OUTPUT: fmt}, device_type)
         return lambda: matmul(leaves[0], leaves[-1], spec), leaves
+    if op.op_class is OpClass.NORM and fmt == "fp16":
+        named = dict(zip(NORM_SIGNATURE.get(op.kind, ()), args, strict=False)) | kwargs
+        call = norm_call(op.kind, named, 0)
+        if call is not None:
+            x, *others = (named.get(n) for n in ("input", "weight", "bias", "running_mean", "running_var"))
+            return lambda: norm(x, *others, call), leaves
     target = node.target
     if op.functional:
         target, args, kwargs = out_of_place(op.kind, target, args, kwargs)

@@ -72,23 +72,25 @@ def _contest_table(task: TaskResult) -> Table:
         title_justify="left",
         caption_justify="left",
     )
-    table.add_column("")
-    for name in (task.metric, "step", "kept for backward", "peak beyond weights", "promotions", "skipped"):
-        table.add_column(name, justify="right")
-    table.add_column("formats", overflow="fold")
+    table.add_column("", no_wrap=True)
     for who in CONTESTANTS:
-        runs = task.of(who)
-        table.add_row(
-            who,
-            f"{task.median(who, lambda r: r.score):.4f}",
-            seconds_text(task.step_seconds(who)).lstrip("+"),
-            bytes_text(task.median(who, lambda r: r.saved_bytes)),
-            bytes_text(task.median(who, lambda r: r.peak_bytes)),
-            str(sum(r.promotions for r in runs)),
-            str(sum(r.skipped_steps for r in runs)),
-            ", ".join(task.formats(who)),
-        )
+        table.add_column(who, justify="right")
+    for label, text in _contest_rows(task).items():
+        table.add_row(label, *(text(who) for who in CONTESTANTS))
     return table
+
+
+def _contest_rows(task: TaskResult) -> dict[str, Callable[[str], str]]:
+    """Label → the text of a contestant's figure."""
+    return {
+        task.metric: lambda who: f"{task.median(who, lambda r: r.score):.4f}",
+        "step": lambda who: seconds_text(task.step_seconds(who)).lstrip("+"),
+        "kept for backward": lambda who: bytes_text(task.median(who, lambda r: r.saved_bytes)),
+        "peak beyond weights": lambda who: bytes_text(task.median(who, lambda r: r.peak_bytes)),
+        "promotions": lambda who: str(sum(r.promotions for r in task.of(who))),
+        "skipped steps": lambda who: str(sum(r.skipped_steps for r in task.of(who))),
+        "formats": lambda who: "\n".join(task.formats(who)),
+    }
 
 
 def _growth_text(g: Growth) -> Text:

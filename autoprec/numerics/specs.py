@@ -8,8 +8,15 @@ from typing import Any
 from autoprec.graphs import Role
 from autoprec.numerics.dtypes import dtype_of, native_formats
 from autoprec.numerics.gemm import ConvOptions, GemmSpec
+from autoprec.numerics.norms import NormCall
 
-__all__ = ["conv_options", "gemm_spec"]
+__all__ = ["NORM_SIGNATURE", "conv_options", "gemm_spec", "norm_call"]
+
+NORM_SIGNATURE = {
+    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
+    "group_norm": ("input", "num_groups", "weight", "bias", "eps"),
+    "batch_norm": ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+}
 
 
 def gemm_spec(formats: Mapping[Role, str], device_type: str, scale_log2: int = 0) -> GemmSpec:
@@ -38,3 +45,16 @@ def conv_options(kind: str, args: dict[str, Any]) -> ConvOptions:
         dilation=per_dimension("dilation", 1),
         groups=args.get("groups", 1),
     )
+
+
+def norm_call(kind: str, arguments: dict[str, Any], scale_log2: int) -> NormCall | None:
+    """The options of a norm, None where one of them is not a plain value or the kind is another."""
+    if kind not in NORM_SIGNATURE:
+        return None
+    shape = arguments.get("normalized_shape", arguments.get("num_groups", ()))
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    training, momentum = arguments.get("training", False), arguments.get("momentum", 0.1)
+    eps = arguments.get("eps", 1e-5)
+    if not all(isinstance(v, (int, float)) for v in (*shape, training, momentum, eps)):
+        return None
+    return NormCall(kind=kind, shape=shape, training=training, momentum=momentum, eps=eps, scale_log2=scale_log2)

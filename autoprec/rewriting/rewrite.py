@@ -24,8 +24,8 @@ from autoprec.graphs import OpClass, Role
 from autoprec.numerics.casts import cast, enter_region, leave_region, saturating_cast
 from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.gemm import conv, keep, linear, matmul, relu_keeping_bits
-from autoprec.numerics.norms import NormCall, norm
-from autoprec.numerics.specs import conv_options, gemm_spec
+from autoprec.numerics.norms import norm
+from autoprec.numerics.specs import NORM_SIGNATURE, conv_options, gemm_spec, norm_call
 from autoprec.plans import AS_IS, Plan
 from autoprec.tracing.bindings import Binding, OpNode
 from autoprec.tracing.kinds import CONVS, changes_mode, out_of_place, returns_float32
@@ -63,26 +63,6 @@ _GEMM_SIGNATURE = {
     "linear": ("input", "weight", "bias"),
     **dict.fromkeys(CONVS, ("input", "weight", "bias", "stride", "padding", "dilation", "groups")),
 }
-
-
-_NORM_SIGNATURE = {
-    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
-    "group_norm": ("input", "num_groups", "weight", "bias", "eps"),
-    "batch_norm": ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
-}
-
-
-def _norm_call(kind: str, arguments: dict[str, Any], scale_log2: int) -> NormCall | None:
-    """The options of a norm, None where one of them is not a plain value or the kind is another."""
-    if kind not in _NORM_SIGNATURE:
-        return None
-    shape = arguments.get("normalized_shape", arguments.get("num_groups", ()))
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    training, momentum = arguments.get("training", False), arguments.get("momentum", 0.1)
-    eps = arguments.get("eps", 1e-5)
-    if any(isinstance(v, fx.Node) or v is None for v in (*shape, training, momentum, eps)):
-        return None
-    return NormCall(kind=kind, shape=shape, training=training, momentum=momentum, eps=eps, scale_log2=scale_log2)
 
 
 class _Rewriter:
@@ -245,8 +225,8 @@ class _Rewriter:
 
     def _norm_in_fp16(self, op: OpNode, region: int | None) -> fx.Node:
         """FP32 inside; torch's kernels would add up the weight's gradient in FP16."""
-        arguments = dict(zip(_NORM_SIGNATURE.get(op.kind, ()), op.node.args, strict=False)) | op.node.kwargs
-        call = _norm_call(op.kind, arguments, region or 0)
+        arguments = dict(zip(NORM_SIGNATURE.get(op.kind, ()), op.node.args, strict=False)) | op.node.kwargs
+        call = norm_call(op.kind, arguments, region or 0)
         if call is None:
             new = self.graph.node_copy(op.node, lambda n: self.as_written(n))
             if region:
