@@ -22,15 +22,16 @@ from autoprec.devices import Device
 from autoprec.errors import InfeasibleError, InputError, NonFiniteError, NotCapturedError, PlanError
 from autoprec.execution import dispatch
 from autoprec.execution.attribution import investigate
-from autoprec.execution.replay import CallRecord, record_call
+from autoprec.execution.replay import CallRecord, record_call, shadow, shadow_arguments
 from autoprec.execution.slots import Slot
 from autoprec.execution.stepping import StepGuard
 from autoprec.graphs import OpGraph, Role
 from autoprec.monitoring.judging import judge
 from autoprec.planning.planner import make_plan
+from autoprec.planning.problem import optimizer_bytes
 from autoprec.plans import Assignment, Event, Plan
 from autoprec.policies import Policy
-from autoprec.profiles import Profile
+from autoprec.profiles import Profile, TensorProfile
 from autoprec.serial import event_to_json_line
 from autoprec.tracing.bindings import Binding, SiteRegister, bind
 from autoprec.tracing.templates import Template
@@ -250,6 +251,7 @@ class Session:
         self._event("bad_step", op=incident.op, was=incident.cause, trigger=trigger, evidence=incident.evidence)
         if incident.cause:
             self._promote(incident.op, incident.cause, "overflow", f"{incident.evidence}; finite in fp32")
+            self._learn_ranges()
             self._replan()
         if self.policy.guard.nonfinite == "raise":
             self._guard.buffers.restore()
@@ -352,8 +354,7 @@ class Session:
             if isinstance(v, Tensor)
         )
         assert self.graph is not None
-        per_parameter = {"sgd_momentum": 1, "rmsprop": 1, "adam": 2, "adamw": 2}.get(self.policy.optimizer, 0)
-        return measured or per_parameter * self.graph.gradient_bytes
+        return measured or optimizer_bytes(self.policy.optimizer, self.graph.gradient_bytes)
 
     def make_plan(self) -> Plan:
         """Plan from what calibration recorded, and run it from the next step on.
@@ -394,7 +395,21 @@ class Session:
         for v in verdicts:
             self._promote(v.op, v.format, v.trigger, v.evidence)
         if verdicts:
+            if self.profile is not None:
+                self.profile = self.profile.merge(_ranges_only(window))
             self._replan()
+
+    def _learn_ranges(self) -> None:
+        """The FP32 ranges of the bad step enter the profile, so that no reader of a value that left a format casts to
+        it either."""
+        if self.graph is None or self.profile is None:
+            return
+        for record in self._calls:
+            observer = StepObserver(limit=MONITOR_SAMPLE_LIMIT, sensitivities=False)
+            arguments = shadow_arguments(record, self._guard.buffers.values())
+            with torch.no_grad(), shadow(record):
+                ObservingInterpreter(record.binding.template.module, record.binding, observer).run(*arguments)
+            self.profile = self.profile.merge(_ranges_only(observer.harvest(self.graph.fingerprint)))
 
     def _promote(self, op: str, fmt: str, trigger: str, evidence: str) -> None:
         self._banned.add((op, fmt))
@@ -511,6 +526,12 @@ def _keeper(record: CallRecord, index: int) -> Callable[[Tensor], None]:
         record.output_gradients[index] = g
 
     return keep
+
+
+def _ranges_only(seen: Profile) -> Profile:
+    """Value ranges without gradients (those of a planned graph carry region scales), counting as no step."""
+    tensors = tuple(TensorProfile(id=t.id, values=t.values) for t in seen.tensors)
+    return Profile(graph_fingerprint=seen.graph_fingerprint, steps=0, tensors=tensors)
 
 
 def _refuse_half(parameters: dict[str, nn.Parameter]) -> None:

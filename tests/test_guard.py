@@ -150,6 +150,21 @@ def test_an_inf_that_clipping_would_launder_is_seen() -> None:
     assert model[0].weight.grad is not None  # the gradients come back
 
 
+def test_a_buffer_that_overflows_with_finite_gradients_is_a_bad_step() -> None:
+    """The running variance becomes inf; batch norm divides it away, so no gradient shows it."""
+    model = autoprec.compile(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)), policy="observe", events=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        model[0].weight.mul_(1e25)
+    before = [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
+    model(torch.randn(4, 1, 8, 8)).square().mean().backward()
+    optimizer.step()
+    session = autoprec.session(model)
+    assert session.step_was_skipped
+    assert same(before, [t.detach() for t in (*model.parameters(), *model.buffers())])
+    assert [e.kind for e in session.events] == ["bad_step"]
+
+
 def test_large_finite_gradients_are_not_bad() -> None:
     """Their sum overflows float32, none of them does."""
     model = autoprec.compile(nn.Sequential(nn.Linear(64, 64, bias=False)), policy="observe", events=None)

@@ -135,15 +135,15 @@ def test_loss_scaling_does_not_show_in_the_profile() -> None:
     assert energies[0] == pytest.approx(energies[1], rel=1e-5)
 
 
-def growing(policy: autoprec.Policy, steps: int, factor: float) -> autoprec.Session:
-    """One layer's weights are multiplied at every step."""
+def growing(policy: autoprec.Policy, steps: int, factor: float, until: int = 1000) -> autoprec.Session:
+    """One layer's weights are multiplied at every step from the fifth on."""
     torch.manual_seed(0)
     model = autoprec.compile(
         nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1)), policy=policy
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     for i in range(steps):
-        if i > 3:
+        if 3 < i < until:
             with torch.no_grad():
                 model[2].weight.mul_(factor)
         optimizer.zero_grad()
@@ -169,6 +169,17 @@ def test_the_window_promotes_before_the_overflow() -> None:
     assert session.skipped_steps == 0
     banned = {(e.op, e.was) for e in promoted}
     assert not any((a.op, a.format) in banned for a in session.plan.assignments)
+
+
+def test_one_overflow_moves_every_reader_of_the_value() -> None:
+    """The jump passes 65504 at once; the ReLU that reads the value must leave FP16 with the linear that made it."""
+    policy = autoprec.Policy(
+        name="half", formats=("fp32", "fp16"), objective="bytes", storage={"formats": ()}, calibration={"steps": 2}
+    )
+    session = growing(policy, steps=12, factor=1e6, until=5)
+    assert session.skipped_steps == 1
+    formats = session.plan.format_of
+    assert formats[("2:linear#0", autoprec.Role.OUTPUT)] == formats[("3:relu#0", autoprec.Role.OUTPUT)] == "fp32"
 
 
 def test_a_quiet_run_is_not_touched() -> None:

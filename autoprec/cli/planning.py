@@ -12,6 +12,7 @@ from autoprec.cli.output import show
 from autoprec.errors import DeviceError
 from autoprec.graphs import OpGraph
 from autoprec.planning.planner import make_plan
+from autoprec.planning.problem import optimizer_bytes
 from autoprec.policies import Policy
 from autoprec.reporting.plans import matching, op_table, ops_table, plan_data, summary, totals_table
 from autoprec.serial import load_policy, read_device, read_plan, read_profile, write_plan
@@ -53,7 +54,6 @@ def show_plan(path: Path, op: str | None, *, as_json: bool) -> int:
 
 def _with_optimizer(graph: OpGraph, policy: Policy) -> OpGraph:
     """The graph with the state of the optimizer that the policy names: there is none to look at offline."""
-    per_parameter = {"sgd_momentum": 1, "rmsprop": 1, "adam": 2, "adamw": 2}.get(policy.optimizer, 0)
-    if graph.optimizer_bytes or not per_parameter:
+    if graph.optimizer_bytes:
         return graph
-    return replace(graph, optimizer_bytes=per_parameter * graph.gradient_bytes)
+    return replace(graph, optimizer_bytes=optimizer_bytes(policy.optimizer, graph.gradient_bytes))

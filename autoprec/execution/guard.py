@@ -146,6 +146,17 @@ class BufferSnapshot:
             for buffer, saved in self._copies.values():
                 buffer.copy_(saved)
 
+    def turned_nonfinite(self) -> list[str]:
+        """Names of buffers that were finite at `take` and are not now (a statistic can overflow before a gradient)."""
+        return [
+            name
+            for name, (buffer, saved) in self._copies.items()
+            if buffer.is_floating_point()
+            and not math.isfinite(float(buffer.sum()))
+            and not bool(buffer.isfinite().all())
+            and bool(saved.isfinite().all())
+        ]
+
     def values(self) -> dict[int, Tensor]:
         """id(buffer) → its value at `take`."""
         return {id(buffer): saved for buffer, saved in self._copies.values()}

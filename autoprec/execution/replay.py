@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from autoprec.tracing.bindings import Binding, OpNode
 
-__all__ = ["CallRecord", "Offence", "first_offence", "record_call"]
+__all__ = ["CallRecord", "Offence", "first_offence", "record_call", "shadow", "shadow_arguments"]
 
 #: Kinds whose job is to write non-finite values.
 _MASKING = {"masked_fill", "where", "full", "full_like", "new_full", "tril", "triu", "fill", "setitem", "log"}
@@ -55,7 +55,7 @@ def record_call(binding: Binding, arguments: Sequence[Any]) -> CallRecord:
 
 
 @contextmanager
-def _shadow(record: CallRecord) -> Iterator[None]:
+def shadow(record: CallRecord) -> Iterator[None]:
     """The random state at the start of the call, for as long as the replay runs."""
     rng = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state() if record.cuda_rng is not None else None
@@ -70,17 +70,17 @@ def _shadow(record: CallRecord) -> Iterator[None]:
             torch.cuda.set_rng_state(cuda)
 
 
-def _shadow_arguments(record: CallRecord, buffers: Mapping[int, Tensor]) -> tuple[Any, ...]:
+def shadow_arguments(record: CallRecord, buffers: Mapping[int, Tensor]) -> tuple[Any, ...]:
     """Leaves of the replay's own (no hooks, no `.grad`), buffers as they were at the start of the step."""
 
-    def shadow(x: Any) -> Any:
+    def copy(x: Any) -> Any:
         if isinstance(x, nn.Parameter) or (isinstance(x, Tensor) and x.requires_grad):
             return x.detach().requires_grad_(x.requires_grad)
         if isinstance(x, Tensor):
             return buffers[id(x)].clone() if id(x) in buffers else x.detach().clone()
         return x
 
-    return tuple(shadow(a) for a in record.arguments)
+    return tuple(copy(a) for a in record.arguments)
 
 
 class _Looking(fx.Interpreter):
@@ -156,8 +156,8 @@ def first_offence(
     The forward pass is looked at first; the backward pass only if the forward pass stayed finite.
     """
     looking = _Looking(module, record.binding, origin)
-    arguments = _shadow_arguments(record, buffers)
-    with _shadow(record), torch.enable_grad():
+    arguments = shadow_arguments(record, buffers)
+    with shadow(record), torch.enable_grad():
         outputs = looking.run(*arguments)
         if looking.forward_offence is not None:
             return looking.forward_offence

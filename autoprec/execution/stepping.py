@@ -110,11 +110,16 @@ class StepGuard:
     def _judge(self, optimizer: Optimizer) -> None:
         self._keeper.before_first_update(self.missed())
         if not self.bad:
-            if self.watch.verdict():
+            if self.watch.verdict() and not self._bad_buffers():
                 return
             self.bad = True
             self._keeper.on_bad_gradients()
         self._aside.setdefault(id(optimizer), []).append(PutAside(optimizer))
+
+    def _bad_buffers(self) -> bool:
+        found = self.buffers.turned_nonfinite()
+        self.watch.bad.update(found)
+        return bool(found)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """End of an optimizer's step (called by torch's optimizer hooks)."""

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from autoprec.numerics.packing import amax_of
 from autoprec.profiles import BINS, RangeHistogram
 
 __all__ = ["SAMPLE_LIMIT", "Sample", "histogram", "sample", "stride_for"]
@@ -59,7 +60,7 @@ def sample(x: Tensor, limit: int = SAMPLE_LIMIT) -> Sample:
     stride = stride_for(x.shape, limit)
     if flat.numel() == 0:
         return Sample(flat.float(), 1, 0, 0.0, 0.0)
-    amax = float(torch.linalg.vector_norm(flat, float("inf"), dtype=torch.float32))
+    amax = float(amax_of(flat))
     nonfinite = 0.0
     if not math.isfinite(amax):
         finite = flat.isfinite()

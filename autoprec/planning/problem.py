@@ -24,13 +24,22 @@ from autoprec.planning.values import PACKED, Gemm, PlanTensor, Problem, Unit, Us
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
 
-__all__ = ["Problem", "build_problem", "fixed_bytes"]
+__all__ = ["Problem", "build_problem", "fixed_bytes", "optimizer_bytes"]
 
 _ITEM_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int16": 2, "uint16": 2, "float16": 2,
     "bfloat16": 2, "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex64": 8,
     "complex128": 16,
 }  # fmt: skip
+
+
+#: FP32 values of state per gradient value, by the policy's name for the optimizer.
+_STATE_PER_GRADIENT = {"sgd_momentum": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
+
+
+def optimizer_bytes(optimizer: str, gradient_bytes: int) -> int:
+    """Bytes of an optimizer's state, from the policy's name for it; 0 for "auto", "none" and plain "sgd"."""
+    return _STATE_PER_GRADIENT.get(optimizer, 0) * gradient_bytes
 
 
 def fixed_bytes(graph: OpGraph) -> int:
