@@ -98,7 +98,29 @@ def make_plan(
         raise InfeasibleError(_why_infeasible(problem, gap))
     if solution.gap > 0.0:
         solution = polish(problem, solution)
-    return plan_from_choice(graph, profile, device, policy, problem, solution, fp32)
+    earned = _earned(problem, solution) if policy.objective == "time" else solution
+    plan = plan_from_choice(graph, profile, device, policy, problem, earned, fp32)
+    if earned is solution:
+        return plan
+    gain = 1.0 - solution.evaluation.seconds / earned.evaluation.seconds
+    why = f"the fastest plan gains {gain:.1%} of the predicted time, less than predictions err by: fp32 stays"
+    return replace(plan, binding=why)
+
+
+#: A predicted gain below this share of a step's seconds does not count: predicted and measured ratios to FP32 of small
+#: models differed by up to that much (docs/measurements/demo.md).
+_TIME_ERROR_FRAC = 0.05
+
+
+def _earned(problem: Problem, solution: Solution) -> Solution:
+    """The solution, or all-FP32 where that keeps every limit and is as fast within what predictions err by."""
+    choice = uniform_choice(problem, "fp32")
+    plain = evaluate(problem, choice)
+    if not plain.feasible or solution.evaluation.seconds < (1.0 - _TIME_ERROR_FRAC) * plain.seconds:
+        return solution
+    if choice == solution.choice:
+        return solution
+    return Solution(choice=choice, evaluation=plain, bound=solution.bound)
 
 
 def plan_from_choice(

@@ -359,13 +359,23 @@ def test_impossible_noise_is_explained():
         plan_of(case)
 
 
-def test_the_plan_is_the_best_of_all_choices():
-    for seed in (2, 5, 11):
+def test_the_plan_is_the_best_of_all_choices_or_fp32_where_that_is_as_fast():
+    """A predicted gain of less than 5 % is within what predictions err by and does not count."""
+    kept_fp32 = 0
+    for seed in range(24):
         case = random_case(seed)
+        best = brute_force.solve(problem := case.problem())
+        if best is None:
+            continue
         plan = plan_of(case)
-        best = brute_force.solve(case.problem())
-        assert plan.predicted.seconds == pytest.approx(best.evaluation.seconds, rel=1e-4)
-        assert plan.gap == 0.0
+        plain = evaluate(problem, uniform_choice(problem, "fp32"))
+        if case.policy.objective == "time" and plain.feasible and best.evaluation.seconds >= 0.95 * plain.seconds:
+            assert plan.predicted.seconds == plain.seconds
+            kept_fp32 += "fp32 stays" in plan.binding
+        else:
+            assert plan.predicted.seconds == pytest.approx(best.evaluation.seconds, rel=1e-4)
+            assert plan.gap == 0.0
+    assert kept_fp32 > 0
 
 
 def shuffled(profile: Profile, seed: int) -> Profile:
