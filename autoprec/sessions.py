@@ -208,7 +208,10 @@ class Session:
                 self._structure = StructureRecorder()
             self._observer = StepObserver(structure=self._structure)
         elif monitored:
-            self._observer = StepObserver(limit=MONITOR_SAMPLE_LIMIT, sensitivities=False)
+            if self.graph is None:  # the plan came from a file: the ops are learnt from the first monitored step
+                self._structure = StructureRecorder()
+            structure = self._structure if self.graph is None else None
+            self._observer = StepObserver(limit=MONITOR_SAMPLE_LIMIT, sensitivities=False, structure=structure)
 
     def _refuse_autocast(self) -> None:
         if torch.is_autocast_enabled(self._device_type):
@@ -314,19 +317,21 @@ class Session:
             if self.profile is not None and self.profile.steps >= self.policy.calibration.steps:
                 self.make_plan()
         else:
-            assert self.graph is not None or self._given_plan
-            fingerprint = self.graph.fingerprint if self.graph is not None else ""
-            seen = observer.harvest(fingerprint)
+            seen = observer.harvest(self._learn_graph().fingerprint)
             self._window = seen if self._window is None else self._window.merge(seen)
             if self.steps - self._window_steps >= self.policy.monitor.window_steps:
                 self._judge_window()
 
-    def _harvest_calibration(self, observer: StepObserver) -> None:
+    def _learn_graph(self) -> OpGraph:
+        """The graph of the step that was just observed, once."""
         if self.graph is None:
             assert self._structure is not None
             self.graph = self._graph(self._structure)
             self._structure.release()
-        seen = observer.harvest(self.graph.fingerprint)
+        return self.graph
+
+    def _harvest_calibration(self, observer: StepObserver) -> None:
+        seen = observer.harvest(self._learn_graph().fingerprint)
         self.profile = seen if self.profile is None else self.profile.merge(seen)
 
     def _graph(self, structure: StructureRecorder) -> OpGraph:

@@ -171,6 +171,34 @@ def test_the_window_promotes_before_the_overflow() -> None:
     assert not any((a.op, a.format) in banned for a in session.plan.assignments)
 
 
+def test_a_plan_from_a_file_is_watched_too() -> None:
+    """There is no profile to plan from again: what leaves its format runs in FP32, and the event says so."""
+    ops = ["0:linear#0", "1:relu#0", "2:linear#0", "3:relu#0", "4:linear#0"]
+    from autoprec.plans import Assignment, Plan
+
+    plan = Plan(
+        assignments=tuple(Assignment(op=o, role=autoprec.Role.OUTPUT, format="fp16", reason="test") for o in ops)
+    )
+    torch.manual_seed(0)
+    policy = autoprec.Policy(
+        name="half", formats=("fp32", "fp16"), monitor={"window_steps": 2, "interval_steps": 1, "saturation_frac": 1e-5}
+    )
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+    autoprec.compile(model, plan=plan, policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    for _ in range(200):
+        with torch.no_grad():
+            model[2].weight.mul_(1.06)
+        optimizer.zero_grad()
+        (model(torch.randn(64, 16)).mean() * 1e-6).backward()
+        optimizer.step()
+    session = autoprec.session(model)
+    promoted = {e.op for e in session.events if e.kind == "promoted"}
+    assert "2:linear#0" in promoted and session.skipped_steps == 0
+    assert all(session.plan.format_of[(op, autoprec.Role.OUTPUT)] == "fp32" for op in promoted)
+    assert any("without the profile" in e.evidence for e in session.events)
+
+
 def test_one_overflow_moves_every_reader_of_the_value() -> None:
     """The jump passes 65504 at once; the ReLU that reads the value must leave FP16 with the linear that made it."""
     policy = autoprec.Policy(
