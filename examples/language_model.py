@@ -23,21 +23,34 @@ import autoprec
 CONTEXT = 64
 
 
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.proj = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        q, k, v = (m(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for m in (self.query, self.key, self.value))
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.proj(a)
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
 class LanguageModel(nn.Module):
     def __init__(self, width: int = 64, heads: int = 2, depth: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(256, width)
         self.position = nn.Parameter(0.02 * torch.randn(CONTEXT, width))
-        layer = nn.TransformerEncoderLayer(
-            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-        )
-        self.blocks = nn.TransformerEncoder(layer, depth, norm=nn.LayerNorm(width), enable_nested_tensor=False)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.position
-        return self.head(self.blocks(x, mask=self.mask, is_causal=True))
+        return self.head(self.norm(self.blocks(self.embed(tokens) + self.position)))
 
 
 def draw_batches(size: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
