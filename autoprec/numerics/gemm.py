@@ -195,9 +195,9 @@ class _ReluBits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         y = torch.relu(x)
-        # grad·(y > 0) is torch's own formula; NaN compares false there as here.
+        # torch's own formula: the gradient is stopped where y ≤ 0, so it passes a NaN.
         ctx.shape = y.shape
-        ctx.save_for_backward(pack_bits((y > 0).contiguous()))
+        ctx.save_for_backward(pack_bits(~(y <= 0)))
         return y
 
     @staticmethod

@@ -1,0 +1,155 @@
+"""Casts, packings, GEMMs and row weights against independent computations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from autoprec.calibration.rows import row_weights
+from autoprec.formats import FORMATS
+from autoprec.numerics.casts import saturating_cast
+from autoprec.numerics.dtypes import dtype_of
+from autoprec.numerics.gemm import ConvOptions, GemmSpec, conv, linear, matmul, relu_keeping_bits
+from autoprec.numerics.histograms import sample
+from autoprec.numerics.packing import Packed, decode_e4m3, encode_e4m3, pack_bits, unpack_bits
+from autoprec.planning.noise import current_scale_log2
+
+FP32_SPEC = GemmSpec(output=torch.float32, grad_input=torch.float32, grad_weight=torch.float32, native=(torch.float32,))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+def test_formats_are_those_of_torch(fmt: Any) -> None:
+    info = torch.finfo(dtype_of(fmt.name))
+    assert (fmt.max_value, fmt.min_normal, fmt.bytes * 8) == (info.max, info.smallest_normal, info.bits)
+    assert 2.0**-fmt.mantissa_bits == info.eps
+    tiny = torch.tensor(fmt.min_subnormal).to(dtype_of(fmt.name)).float()
+    assert float(tiny) == fmt.min_subnormal  # the smallest subnormal is representable
+    assert float(torch.tensor(fmt.min_subnormal * 0.49).to(dtype_of(fmt.name)).float()) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_e4m3_patterns_decode_exactly(dtype: torch.dtype) -> None:
+    patterns = torch.arange(256, dtype=torch.uint8)
+    expected = patterns.view(torch.float8_e4m3fn).to(dtype)
+    found = decode_e4m3(Packed(patterns, torch.ones(())), dtype)
+    finite = ~expected.isnan()
+    assert int(finite.sum()) == 254
+    assert torch.equal(found[finite], expected[finite])
+    assert torch.equal(found[finite].signbit(), expected[finite].signbit())
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 3e4, 1e30])
+def test_packing_uses_the_largest_power_of_two_that_fits(scale: float) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(33, 17) * scale
+    packed = encode_e4m3(x)
+    a = current_scale_log2(FORMATS[4], float(x.abs().max()))
+    assert float(packed.inverse_scale) == 2.0**-a
+    assert 224.0 < float(x.abs().max()) * 2.0**a <= 448.0
+    expected = (x.double() * 2.0**a).to(torch.float32).to(torch.float8_e4m3fn).double() * 2.0**-a
+    assert torch.equal(decode_e4m3(packed, torch.float32).double(), expected)
+
+
+def test_packing_zeros_empties_and_non_finite_values() -> None:
+    assert torch.equal(decode_e4m3(encode_e4m3(torch.zeros(5)), torch.float32), torch.zeros(5))
+    assert decode_e4m3(encode_e4m3(torch.zeros(0, 3)), torch.bfloat16).shape == (0, 3)
+    for bad in (float("inf"), -float("inf"), float("nan")):
+        found = decode_e4m3(encode_e4m3(torch.tensor([1.0, bad, 2.0])), torch.float32)
+        assert bool(found.isnan().all())  # never a finite number in place of an overflow
+
+
+@pytest.mark.parametrize("shape", [(1,), (8,), (13,), (3, 5, 7), (0,)])
+def test_bits_come_back(shape: tuple[int, ...]) -> None:
+    mask = torch.rand(shape) > 0.5
+    packed = pack_bits(mask)
+    assert packed.numel() == math.ceil(mask.numel() / 8)
+    assert torch.equal(unpack_bits(packed, mask.shape), mask)
+
+
+def test_relu_keeping_bits_is_relu() -> None:
+    x = torch.randn(7, 9)
+    x[0, :3] = torch.tensor([0.0, -0.0, float("nan")])
+    for f in (torch.relu, relu_keeping_bits):
+        leaf = x.clone().requires_grad_()
+        y = f(leaf)
+        y.backward(torch.arange(63.0).view(7, 9))
+        if f is torch.relu:
+            expected = (y.detach(), leaf.grad)
+    assert torch.equal(y.detach().nan_to_num(9), expected[0].nan_to_num(9))
+    assert torch.equal(leaf.grad, expected[1])
+
+
+def test_saturating_cast_keeps_infinities() -> None:
+    x = torch.tensor([1e6, -1e6, float("inf"), -float("inf"), 2.0])
+    assert saturating_cast(x, torch.float16).tolist() == [65504.0, -65504.0, math.inf, -math.inf, 2.0]
+
+
+def gradients(f: Any, *leaves: torch.Tensor) -> list[torch.Tensor]:
+    copies = [t.clone().requires_grad_() for t in leaves]
+    y = f(*copies)
+    torch.manual_seed(1)
+    y.backward(torch.randn(y.shape).to(y.dtype))
+    return [y.detach(), *(t.grad for t in copies)]
+
+
+def test_linear_and_matmul_are_torchs_in_fp32() -> None:
+    x, w, b = torch.randn(2, 5, 8), torch.randn(6, 8), torch.randn(6)
+    for a, c in zip(
+        gradients(F.linear, x, w, b), gradients(lambda *t: linear(*t, None, FP32_SPEC), x, w, b), strict=True
+    ):
+        torch.testing.assert_close(a, c)
+    p, q = torch.randn(3, 1, 4, 8), torch.randn(2, 8, 5)  # leading dimensions broadcast
+    for a, c in zip(gradients(torch.matmul, p, q), gradients(lambda *t: matmul(*t, FP32_SPEC), p, q), strict=True):
+        torch.testing.assert_close(a, c)
+
+
+CONVOLUTIONS = [
+    ("conv1d", (2, 4, 11), (6, 2, 3), {"stride": (2,), "padding": (1,), "dilation": (1,), "groups": 2}),
+    ("conv2d", (2, 4, 9, 8), (6, 4, 3, 2), {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 2), "groups": 1}),
+    ("conv2d", (2, 4, 7, 7), (4, 1, 3, 3), {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 4}),
+    ("conv3d", (1, 2, 5, 5, 5), (3, 2, 3, 3, 3), {"stride": (1,) * 3, "padding": (1,) * 3, "dilation": (1,) * 3,
+                                                  "groups": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "x_shape", "w_shape", "options"), CONVOLUTIONS)
+def test_convolutions_are_torchs_in_fp32(kind: str, x_shape: Any, w_shape: Any, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    x, w, b = torch.randn(x_shape), torch.randn(w_shape), torch.randn(w_shape[0])
+    plain = gradients(lambda *t: getattr(F, kind)(*t, **options), x, w, b)
+    ours = gradients(lambda *t: conv(*t, None, FP32_SPEC, ConvOptions(**options)), x, w, b)
+    for a, c in zip(plain, ours, strict=True):
+        torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "x_shape", "w_shape", "options"), CONVOLUTIONS)
+def test_row_weights_are_what_a_unit_error_does_to_the_weight_gradient(
+    kind: str, x_shape: Any, w_shape: Any, options: dict[str, Any]
+) -> None:
+    """Σ over weights of (∂∇W/∂x_i)², by brute force: ∇W is linear in x and in g."""
+    torch.manual_seed(0)
+    x, w = torch.randn(x_shape, dtype=torch.float64), torch.randn(w_shape, dtype=torch.float64)
+    y = getattr(F, kind)(x, w, None, **options)
+    g = torch.randn_like(y)
+    rows = row_weights(kind, {"weight": w, **options}, x, y.shape)
+    for_x = rows.for_input(g, sample(x, 1 << 30))
+    for_g = rows.for_gradient(sample(g, 1 << 30))
+
+    def weight_gradient(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        leaf = w.clone().requires_grad_()
+        getattr(F, kind)(x, leaf, None, **options).backward(g)
+        return leaf.grad
+
+    def unit(like: torch.Tensor, i: int) -> torch.Tensor:
+        one = torch.zeros(like.numel(), dtype=torch.float64)
+        one[i] = 1.0
+        return one.view(like.shape)
+
+    for i in range(0, x.numel(), 7):
+        assert float(for_x[i]) == pytest.approx(float(weight_gradient(unit(x, i), g).square().sum()), rel=1e-9)
+    for i in range(0, g.numel(), 7):
+        assert float(for_g[i]) == pytest.approx(float(weight_gradient(x, unit(g, i)).square().sum()), rel=1e-9)
