@@ -15,31 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoprec.calibration.observer import ObservingInterpreter, StepObserver
-from autoprec.calibration.structure import StructureRecorder
 from autoprec.calibration.timing import measure_casts, time_ops
 from autoprec.devices import Device
 from autoprec.errors import InfeasibleError, InputError, NonFiniteError, NotCapturedError, PlanError
 from autoprec.execution import dispatch
 from autoprec.execution.attribution import investigate
-from autoprec.execution.replay import CallRecord, record_call, shadow, shadow_arguments
+from autoprec.execution.replay import CallRecord, record_call
 from autoprec.execution.slots import Slot
 from autoprec.execution.stepping import StepGuard
 from autoprec.graphs import OpGraph, Role
 from autoprec.monitoring.judging import judge
+from autoprec.observing import Observations, describe_graph
 from autoprec.planning.planner import make_plan
 from autoprec.planning.problem import optimizer_bytes
 from autoprec.plans import Assignment, Event, Plan
 from autoprec.policies import Policy
-from autoprec.profiles import Profile, TensorProfile
+from autoprec.profiles import Profile
 from autoprec.serial import event_to_json_line
 from autoprec.tracing.bindings import Binding, SiteRegister, bind
 from autoprec.tracing.templates import Template
 
 __all__ = ["Session", "session_of"]
-
-#: Elements per tensor that a monitored step looks at: 1/16 of what calibration looks at.
-MONITOR_SAMPLE_LIMIT = 1 << 12
 
 _sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 
@@ -61,8 +57,6 @@ class Session:
     Attributes:
         policy: what was asked for.
         plan: what runs now; None while calibrating.
-        profile: what calibration recorded so far; None before the first observed step.
-        graph: the captured ops; None before the first observed step.
         device: measured timings; None until a plan was made.
         events: everything that happened, oldest first.
         steps: optimizer steps completed, bad ones not counted.
@@ -84,8 +78,6 @@ class Session:
         self.plan, self.device = plan, device
         self._given_plan = plan is not None
         self._events_path = events_path
-        self.profile: Profile | None = None
-        self.graph: OpGraph | None = None
         self.events: list[Event] = []
         self.steps = 0
         self.skipped_steps = 0
@@ -103,11 +95,10 @@ class Session:
         self._slots: dict[tuple[Template, tuple[int, ...]], Slot] = {}
         self.unowned: set[Template] = set()
         self._banned: set[tuple[str, str]] = set()
-        self._observer: StepObserver | None = None
-        self._structure: StructureRecorder | None = None
-        self._window: Profile | None = None
+        self._observed = Observations(
+            lambda structure: describe_graph(structure, self.model, self._parameters, self._slots.values())
+        )
         self._window_steps = 0
-        self._observe_step = False
         self._entered = False
         self._parts: list[nn.Module] = []
         self._calls: list[CallRecord] = []
@@ -127,6 +118,16 @@ class Session:
         if model is None:
             raise InputError("the model of this session no longer exists")
         return model
+
+    @property
+    def graph(self) -> OpGraph | None:
+        """The captured ops; None before the first observed step."""
+        return self._observed.graph
+
+    @property
+    def profile(self) -> Profile | None:
+        """What calibration recorded so far; None before the first observed step."""
+        return self._observed.profile
 
     @property
     def calibrating(self) -> bool:
@@ -187,10 +188,7 @@ class Session:
         self._guard.covered.update(slot.binding.parameters.values())
         record = record_call(slot.binding, arguments)
         self._calls.append(record)
-        if self._observe_step and self._observer is not None:
-            outputs = ObservingInterpreter(slot.module, slot.binding, self._observer, slot.origin).run(*arguments)
-        else:
-            outputs = slot.run(arguments)
+        outputs = self._observed.run(slot, arguments)
         for i, y in enumerate(outputs if isinstance(outputs, (tuple, list)) else (outputs,)):
             if isinstance(y, Tensor) and y.requires_grad and not y.is_leaf:
                 y.register_hook(_keeper(record, i))
@@ -202,16 +200,8 @@ class Session:
         self._incident = ""
         interval = self.policy.monitor.interval_steps
         monitored = self.plan is not None and not self.plan.is_identity and self.steps % interval == interval - 1
-        self._observe_step = self.calibrating or monitored
-        if self.calibrating:
-            if self.graph is None:
-                self._structure = StructureRecorder()
-            self._observer = StepObserver(structure=self._structure)
-        elif monitored:
-            if self.graph is None:  # the plan came from a file: the ops are learnt from the first monitored step
-                self._structure = StructureRecorder()
-            structure = self._structure if self.graph is None else None
-            self._observer = StepObserver(limit=MONITOR_SAMPLE_LIMIT, sensitivities=False, structure=structure)
+        if self.calibrating or monitored:
+            self._observed.begin(calibrating=self.calibrating)
 
     def _refuse_autocast(self) -> None:
         if torch.is_autocast_enabled(self._device_type):
@@ -254,7 +244,7 @@ class Session:
         self._event("bad_step", op=incident.op, was=incident.cause, trigger=trigger, evidence=incident.evidence)
         if incident.cause:
             self._promote(incident.op, incident.cause, "overflow", f"{incident.evidence}; finite in fp32")
-            self._learn_ranges()
+            self._observed.learn_from_replay(self._calls, self._guard.buffers.values())
             self._replan()
         if self.policy.guard.nonfinite == "raise":
             self._guard.buffers.restore()
@@ -268,10 +258,12 @@ class Session:
         if bad:
             self.skipped_steps += 1
             self._bad_in_row += 1
+            self._observed.drop()
         else:
             self.steps += 1
             self._bad_in_row = 0
-        self._harvest(discard=bad)
+            self._observed.keep(calibrating=self.calibrating)
+            self._plan_or_judge()
         if self._bad_in_row >= self.policy.guard.patience_steps:
             raise NonFiniteError(
                 f"{self._bad_in_row} bad steps in a row (guard.patience_steps {self.policy.guard.patience_steps});"
@@ -295,59 +287,18 @@ class Session:
             self._parts.append(module)
         self._event("warning", trigger="graph_break", evidence=f"captured on their own: {', '.join(sorted(names))}")
         self._guard.watch.fresh.clear()
-        self._structure = None
-        self._observe_step = False
-        if self._observer is not None:
-            self._observer.harvest()
-            self._observer = None
+        self._observed.drop()
         return True
 
     # Calibration, planning, monitoring -------------------------------------------------------------------------
 
-    def _harvest(self, *, discard: bool) -> None:
-        observer, self._observer = self._observer, None
-        if not self._observe_step or observer is None:
-            return
-        self._observe_step = False
-        if discard:
-            observer.harvest()
-            return
+    def _plan_or_judge(self) -> None:
+        """At the end of a good step: is calibration over, is a window over?"""
         if self.calibrating:
-            self._harvest_calibration(observer)
             if self.profile is not None and self.profile.steps >= self.policy.calibration.steps:
                 self.make_plan()
-        else:
-            seen = observer.harvest(self._learn_graph().fingerprint)
-            self._window = seen if self._window is None else self._window.merge(seen)
-            if self.steps - self._window_steps >= self.policy.monitor.window_steps:
-                self._judge_window()
-
-    def _learn_graph(self) -> OpGraph:
-        """The graph of the step that was just observed, once."""
-        if self.graph is None:
-            assert self._structure is not None
-            self.graph = self._graph(self._structure)
-            self._structure.release()
-        return self.graph
-
-    def _harvest_calibration(self, observer: StepObserver) -> None:
-        seen = observer.harvest(self._learn_graph().fingerprint)
-        self.profile = seen if self.profile is None else self.profile.merge(seen)
-
-    def _graph(self, structure: StructureRecorder) -> OpGraph:
-        sizes = {f: p.numel() * p.element_size() for f, p in self._parameters.items()}
-        outputs: set[str] = set()
-        for slot in self._slots.values():
-            for node in slot.binding.template.module.graph.nodes:
-                if node.op == "output":
-                    outputs |= {slot.binding.tensor_id[n] for n in node.all_input_nodes if n in slot.binding.tensor_id}
-        return structure.graph(
-            model=type(self.model).__name__,
-            parameter_bytes=sum(sizes.values()) + sum(b.numel() * b.element_size() for b in self.model.buffers()),
-            gradient_bytes=sum(n for f, n in sizes.items() if self._parameters[f].requires_grad),
-            optimizer_bytes=0,
-            outputs=outputs,
-        )
+        elif self.steps - self._window_steps >= self.policy.monitor.window_steps:
+            self._judge_window()
 
     def _optimizer_bytes(self) -> int:
         """Bytes of the optimizers' state: asked of the optimizers seen, otherwise of the policy's name for one."""
@@ -368,10 +319,10 @@ class Session:
         """
         if self.graph is None or self.profile is None:
             raise InputError("nothing was observed yet: run at least one training step, or pass batches= and loss_fn=")
-        self.graph = replace(self.graph, optimizer_bytes=self._optimizer_bytes())
-        self.policy.check_against(self.graph)
+        graph = self._observed.graph = replace(self.graph, optimizer_bytes=self._optimizer_bytes())
+        self.policy.check_against(graph)
         device = self.measure_device()
-        plan = make_plan(self.graph, self.profile, device, self.policy, banned=frozenset(self._banned))
+        plan = make_plan(graph, self.profile, device, self.policy, banned=frozenset(self._banned))
         self._adopt(plan)
         self._event("planned", evidence=f"{', '.join(plan.formats_used()) or 'fp32'}; binding: {plan.binding}")
         return plan
@@ -381,10 +332,11 @@ class Session:
 
         Raises `InputError` if nothing was observed yet.
         """
-        if self._structure is None:
+        structure = self._observed.structure
+        if structure is None or self.graph is None:
             raise InputError("nothing was observed yet: run at least one training step, or pass batches= and loss_fn=")
         known = self.device if self.device is not None else measure_casts(self._device_type)
-        self.device = time_ops(self._structure.cases, self.policy.formats, known)
+        self.device = time_ops(structure.cases, self.policy.formats, known)
         return self.device
 
     def _adopt(self, plan: Plan) -> None:
@@ -393,28 +345,15 @@ class Session:
             slot.adopt(plan, self._device_type)
 
     def _judge_window(self) -> None:
-        window, self._window, self._window_steps = self._window, None, self.steps
+        window, self._window_steps = self._observed.take_window(), self.steps
         if window is None or self.plan is None or self.graph is None:
             return
         verdicts = judge(self.plan, self.graph, window, self.policy.monitor)
         for v in verdicts:
             self._promote(v.op, v.format, v.trigger, v.evidence)
         if verdicts:
-            if self.profile is not None:
-                self.profile = self.profile.merge(_ranges_only(window))
+            self._observed.learn(window)
             self._replan()
-
-    def _learn_ranges(self) -> None:
-        """The FP32 ranges of the bad step enter the profile, so that no reader of a value that left a format casts to
-        it either."""
-        if self.graph is None or self.profile is None:
-            return
-        for record in self._calls:
-            observer = StepObserver(limit=MONITOR_SAMPLE_LIMIT, sensitivities=False)
-            arguments = shadow_arguments(record, self._guard.buffers.values())
-            with torch.no_grad(), shadow(record):
-                ObservingInterpreter(record.binding.template.module, record.binding, observer).run(*arguments)
-            self.profile = self.profile.merge(_ranges_only(observer.harvest(self.graph.fingerprint)))
 
     def _promote(self, op: str, fmt: str, trigger: str, evidence: str) -> None:
         self._banned.add((op, fmt))
@@ -497,21 +436,19 @@ class Session:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(f"loss_fn(model, batch) must return a scalar tensor, not {got}")
-        if self._observer is not None:
-            self._observer.output(loss)
+        if self._observed.observer is None:
+            raise NotCapturedError("loss_fn ran no captured graph of this model; call model(...) in it")
+        self._observed.observer.output(loss)
         loss.backward()  # type: ignore[no-untyped-call]
         self.before_first_update(self._guard.missed())
         bad = not self._guard.watch.verdict()
         self._guard.in_step = False
         self._guard.buffers.restore()
-        observer, self._observer, self._observe_step = self._observer, None, False
-        if observer is None:
-            raise NotCapturedError("loss_fn ran no captured graph of this model; call model(...) in it")
         if bad:
-            observer.harvest()
+            self._observed.drop()
             self._event("warning", trigger="nonfinite", evidence="a calibration batch had non-finite gradients")
         else:
-            self._harvest_calibration(observer)
+            self._observed.keep(calibrating=True)
 
     def close(self) -> None:
         """Take everything off the model; it is the plain FP32 model again."""
@@ -531,12 +468,6 @@ def _keeper(record: CallRecord, index: int) -> Callable[[Tensor], None]:
         record.output_gradients[index] = g
 
     return keep
-
-
-def _ranges_only(seen: Profile) -> Profile:
-    """Value ranges without gradients (those of a planned graph carry region scales), counting as no step."""
-    tensors = tuple(TensorProfile(id=t.id, values=t.values) for t in seen.tensors)
-    return Profile(graph_fingerprint=seen.graph_fingerprint, steps=0, tensors=tensors)
 
 
 def _refuse_half(parameters: dict[str, nn.Parameter]) -> None:

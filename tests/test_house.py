@@ -31,6 +31,7 @@ FLOORS = {
     "rewriting": 4,
     "monitoring": 4,
     "execution": 4,
+    "observing": 5,
     "sessions": 5,
     "api": 5,
     "demo": 6,

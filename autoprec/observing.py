@@ -1,0 +1,129 @@
+"""What a run has observed so far: the graph, the calibration profile, the window of the monitor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoprec.calibration.observer import ObservingInterpreter, StepObserver
+from autoprec.calibration.structure import StructureRecorder
+from autoprec.execution.replay import CallRecord, shadow, shadow_arguments
+from autoprec.execution.slots import Slot
+from autoprec.graphs import OpGraph
+from autoprec.profiles import Profile, TensorProfile
+
+__all__ = ["Observations", "describe_graph"]
+
+#: Elements per tensor that a monitored step looks at: 1/16 of what calibration looks at.
+MONITOR_SAMPLE_LIMIT = 1 << 12
+
+
+class Observations:
+    """Mutable; owned by the session.
+
+    Attributes:
+        graph: the captured ops; None before the first observed step.
+        structure: what the first observed step told about ops and shapes (timing needs it); None before.
+        profile: what calibration recorded so far; None before the first observed step.
+    """
+
+    def __init__(self, describe: Callable[[StructureRecorder], OpGraph]) -> None:
+        self._describe = describe
+        self.graph: OpGraph | None = None
+        self.structure: StructureRecorder | None = None
+        self.profile: Profile | None = None
+        self.window: Profile | None = None
+        self._observer: StepObserver | None = None
+
+    @property
+    def observer(self) -> StepObserver | None:
+        """The observer of the step in progress, None if it is not observed."""
+        return self._observer
+
+    def begin(self, *, calibrating: bool) -> None:
+        """Observe the step that begins; the first such step also tells the structure."""
+        if self.graph is None:
+            self.structure = StructureRecorder()
+        structure = self.structure if self.graph is None else None
+        if calibrating:
+            self._observer = StepObserver(structure=structure)
+        else:
+            self._observer = StepObserver(limit=MONITOR_SAMPLE_LIMIT, sensitivities=False, structure=structure)
+
+    def run(self, slot: Slot, arguments: Sequence[Any]) -> Any:
+        """Run a slot, observed if this step is."""
+        if self._observer is None:
+            return slot.run(arguments)
+        return ObservingInterpreter(slot.module, slot.binding, self._observer, slot.origin).run(*arguments)
+
+    def drop(self) -> None:
+        """Forget the step in progress (a bad one, or one that was not captured whole)."""
+        if self._observer is not None:
+            self._observer.harvest()
+            self._observer = None
+        if self.graph is None:
+            self.structure = None
+
+    def keep(self, *, calibrating: bool) -> None:
+        """The step in progress was good: add it to the profile, or to the window."""
+        observer, self._observer = self._observer, None
+        if observer is None:
+            return
+        if self.graph is None:
+            assert self.structure is not None
+            self.graph = self._describe(self.structure)
+            self.structure.release()
+        seen = observer.harvest(self.graph.fingerprint)
+        if calibrating:
+            self.profile = seen if self.profile is None else self.profile.merge(seen)
+        else:
+            self.window = seen if self.window is None else self.window.merge(seen)
+
+    def take_window(self) -> Profile | None:
+        """The window, which begins anew."""
+        window, self.window = self.window, None
+        return window
+
+    def learn(self, seen: Profile) -> None:
+        """Value ranges enter the profile, counting as no step. Gradients of a planned graph carry region scales, so
+        they stay out."""
+        if self.profile is not None:
+            tensors = tuple(TensorProfile(id=t.id, values=t.values) for t in seen.tensors)
+            self.profile = self.profile.merge(
+                Profile(graph_fingerprint=seen.graph_fingerprint, steps=0, tensors=tensors)
+            )
+
+    def learn_from_replay(self, calls: Iterable[CallRecord], buffers: Mapping[int, Tensor]) -> None:
+        """The FP32 ranges of recorded calls enter the profile, so that no reader of a value that left a format casts
+        to it either."""
+        if self.graph is None:
+            return
+        for record in calls:
+            observer = StepObserver(limit=MONITOR_SAMPLE_LIMIT, sensitivities=False)
+            with torch.no_grad(), shadow(record):
+                ObservingInterpreter(record.binding.template.module, record.binding, observer).run(
+                    *shadow_arguments(record, buffers)
+                )
+            self.learn(observer.harvest(self.graph.fingerprint))
+
+
+def describe_graph(
+    structure: StructureRecorder, model: nn.Module, parameters: Mapping[str, nn.Parameter], slots: Iterable[Slot]
+) -> OpGraph:
+    """The `OpGraph` of a recorded step; the optimizer's bytes are not known yet."""
+    sizes = {f: p.numel() * p.element_size() for f, p in parameters.items()}
+    outputs: set[str] = set()
+    for slot in slots:
+        for node in slot.binding.template.module.graph.nodes:
+            if node.op == "output":
+                outputs |= {slot.binding.tensor_id[n] for n in node.all_input_nodes if n in slot.binding.tensor_id}
+    return structure.graph(
+        model=type(model).__name__,
+        parameter_bytes=sum(sizes.values()) + sum(b.numel() * b.element_size() for b in model.buffers()),
+        gradient_bytes=sum(n for f, n in sizes.items() if parameters[f].requires_grad),
+        optimizer_bytes=0,
+        outputs=outputs,
+    )
