@@ -43,13 +43,14 @@ class Observations:
         """The observer of the step in progress, None if it is not observed."""
         return self._observer
 
-    def begin(self, *, calibrating: bool) -> None:
-        """Observe the step that begins; the first such step also tells the structure."""
+    def begin(self, *, calibrating: bool, explicit_loss: bool = False) -> None:
+        """Observe the step that begins; the first such step also tells the structure. `explicit_loss`: see
+        `StepObserver`."""
         if self.graph is None:
             self.structure = StructureRecorder()
         structure = self.structure if self.graph is None else None
         if calibrating:
-            self._observer = StepObserver(structure=structure)
+            self._observer = StepObserver(structure=structure, explicit_loss=explicit_loss)
         else:
             self._observer = StepObserver(limit=MONITOR_SAMPLE_LIMIT, sensitivities=False, structure=structure)
 

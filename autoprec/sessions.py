@@ -7,6 +7,7 @@ only thing that writes them.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,9 @@ from autoprec.tracing.bindings import Binding, SiteRegister, bind
 from autoprec.tracing.templates import Template
 
 __all__ = ["Session", "session_of"]
+
+#: Calls of a step that are kept for replay; of more micro-batches than that, the last ones.
+_MOST_CALLS = 64
 
 _sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 
@@ -99,9 +103,10 @@ class Session:
             lambda structure: describe_graph(structure, self.model, self._parameters, self._slots.values())
         )
         self._window_steps = 0
+        self._up_front = False
         self._entered = False
         self._parts: list[nn.Module] = []
-        self._calls: list[CallRecord] = []
+        self._calls: deque[CallRecord] = deque(maxlen=_MOST_CALLS)
         self._bad_in_row = 0
         self._incident = ""
         dispatch.adopt(list(self._parameters.values()), self)
@@ -167,11 +172,24 @@ class Session:
 
     def run_unowned(self, template: Template, arguments: Sequence[Any]) -> Any:
         """A graph without parameters runs as the user wrote it, and is listed in `unowned`."""
+        self._refuse_strangers(template, arguments)
         self.unowned.add(template)
         return template.module.forward(*arguments)
 
+    def _refuse_strangers(self, template: Template, arguments: Sequence[Any]) -> None:
+        """Parameters of the model that were put in after compile have neither guard nor plan."""
+        if template.parameter_positions:
+            mine = {id(p): fqn for fqn, p in self.model.named_parameters()}
+            new = [mine[i] for p in template.parameter_positions if (i := id(arguments[p])) in mine]
+            if new:
+                raise NotCapturedError(
+                    f"{', '.join(new[:3])} was put into the model after autoprec.compile (a replaced layer, or"
+                    " load_state_dict(assign=True)); autoprec.unwrap(model) and compile it again"
+                )
+
     def _bind(self, template: Template, arguments: Sequence[Any]) -> Slot:
         buffer_names = {id(b): fqn for fqn, b in self.model.named_buffers()}
+        self._refuse_strangers(template, [a if id(a) not in self._names else None for a in arguments])
         binding = bind(template, arguments, self._names, buffer_names, self._sites)
         trains = any(self._parameters[f].requires_grad for f in binding.parameters.values())
         slot = Slot(binding=binding, trains=trains)
@@ -181,6 +199,10 @@ class Session:
     @property
     def _device_type(self) -> str:
         return next(iter(self._parameters.values())).device.type
+
+    @property
+    def _cuda_devices(self) -> list[int]:
+        return [torch.cuda.current_device()] if self._device_type == "cuda" else []
 
     def _run_training(self, slot: Slot, arguments: Sequence[Any]) -> Any:
         if self._guard.begin():
@@ -201,7 +223,7 @@ class Session:
         interval = self.policy.monitor.interval_steps
         monitored = self.plan is not None and not self.plan.is_identity and self.steps % interval == interval - 1
         if self.calibrating or monitored:
-            self._observed.begin(calibrating=self.calibrating)
+            self._observed.begin(calibrating=self.calibrating, explicit_loss=self._up_front)
 
     def _refuse_autocast(self) -> None:
         if torch.is_autocast_enabled(self._device_type):
@@ -213,8 +235,11 @@ class Session:
     # The step boundary -----------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Mark a step boundary by hand, for loops without a torch optimizer."""
-        self._guard.end()
+        """Mark a step boundary by hand, before the update, in a loop without a torch optimizer.
+
+        `step_was_skipped` tells afterwards whether the gradients were bad: then do not apply them.
+        """
+        self._guard.end_by_hand()
 
     def before_first_update(self, missed: list[str]) -> None:
         """Every parameter with a fresh gradient must have gone through a captured graph (called by the guard)."""
@@ -237,7 +262,7 @@ class Session:
     def on_bad_gradients(self) -> None:
         """Name the first offender; promote it if its format is to blame (called by the guard)."""
         incident = investigate(
-            self._calls, list(self._slots.values()), self._guard.buffers.values(), sorted(self._guard.watch.bad)
+            list(self._calls), list(self._slots.values()), self._guard.buffers.values(), sorted(self._guard.watch.bad)
         )
         self._incident = incident.evidence
         trigger = "overflow" if incident.cause else "nonfinite"
@@ -247,7 +272,6 @@ class Session:
             self._observed.learn_from_replay(self._calls, self._guard.buffers.values())
             self._replan()
         if self.policy.guard.nonfinite == "raise":
-            self._guard.buffers.restore()
             raise NonFiniteError(f"step {self.steps}: {self._incident}; parameters are unchanged")
 
     def on_end(self, *, bad: bool) -> None:
@@ -335,8 +359,9 @@ class Session:
         structure = self._observed.structure
         if structure is None or self.graph is None:
             raise InputError("nothing was observed yet: run at least one training step, or pass batches= and loss_fn=")
-        known = self.device if self.device is not None else measure_casts(self._device_type)
-        self.device = time_ops(structure.cases, self.policy.formats, known)
+        with torch.random.fork_rng(devices=self._cuda_devices):
+            known = self.device if self.device is not None else measure_casts(self._device_type)
+            self.device = time_ops(structure.cases, self.policy.formats, known)
         return self.device
 
     def _adopt(self, plan: Plan) -> None:
@@ -412,43 +437,48 @@ class Session:
         if self.plan is not None:
             raise InputError("this session has a plan already; autoprec.unwrap(model) first")
         kept = {f: p.grad for f, p in self._parameters.items()}
-        rng = torch.get_rng_state()
         wanted = self.policy.calibration.steps
         seen = 0
+        self._up_front = True
         try:
-            for batch in batches:
-                if seen == wanted:
-                    break
-                for p in self._parameters.values():
-                    p.grad = None
-                self._calibration_step(batch, loss_fn)
-                seen += 1
+            with torch.random.fork_rng(devices=self._cuda_devices):
+                for batch in batches:
+                    if seen == wanted:
+                        break
+                    # A first pass may only have shown which modules must be captured on their own.
+                    if not self._calibration_step(batch, loss_fn) and not self._calibration_step(batch, loss_fn):
+                        raise NotCapturedError("loss_fn ran no captured graph of this model; call model(...) in it")
+                    seen += 1
         finally:
-            torch.set_rng_state(rng)
+            self._up_front = False
             for f, p in self._parameters.items():
                 p.grad = kept[f]
         if self.profile is None or seen < 2:
             raise InputError(f"calibration needs at least 2 batches with finite gradients, got {seen}")
         return self.profile
 
-    def _calibration_step(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]) -> None:
+    def _calibration_step(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]) -> bool:
+        """One observed forward and backward pass; False if nothing of it was observed."""
+        for p in self._parameters.values():
+            p.grad = None
         loss = loss_fn(self.model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(f"loss_fn(model, batch) must return a scalar tensor, not {got}")
-        if self._observed.observer is None:
-            raise NotCapturedError("loss_fn ran no captured graph of this model; call model(...) in it")
-        self._observed.observer.output(loss)
+        if self._observed.observer is not None:
+            self._observed.observer.output(loss)
         loss.backward()  # type: ignore[no-untyped-call]
         self.before_first_update(self._guard.missed())
         bad = not self._guard.watch.verdict()
         self._guard.in_step = False
         self._guard.buffers.restore()
+        observed = self._observed.observer is not None
         if bad:
             self._observed.drop()
             self._event("warning", trigger="nonfinite", evidence="a calibration batch had non-finite gradients")
         else:
             self._observed.keep(calibrating=True)
+        return observed
 
     def close(self) -> None:
         """Take everything off the model; it is the plain FP32 model again."""
@@ -457,6 +487,7 @@ class Session:
             dispatch.uninstall(module)
         dispatch.release(list(self._parameters.values()))
         self._guard.remove()
+        self._observed.drop()
         self._slots.clear()
         self._calls.clear()
         _sessions.pop(model, None)
@@ -480,12 +511,14 @@ def _refuse_half(parameters: dict[str, nn.Parameter]) -> None:
 
 
 def _without(plan: Plan, banned: set[tuple[str, str]]) -> Plan:
-    """The plan with banned (op, format) pairs in FP32."""
+    """The plan with banned (op, format) pairs in FP32, outside every region."""
 
     def fix(a: Assignment) -> Assignment:
         return replace(a, format="fp32", reason="promoted") if (a.op, a.format) in banned else a
 
-    return replace(plan, assignments=tuple(fix(a) for a in plan.assignments))
+    left = {op for op, fmt in banned if fmt == "fp16"}
+    regions = tuple(replace(r, ops=tuple(op for op in r.ops if op not in left)) for r in plan.regions)
+    return replace(plan, assignments=tuple(fix(a) for a in plan.assignments), regions=regions)
 
 
 def check_plan_fits(plan: Plan, bindings: Iterable[Binding]) -> None:

@@ -41,11 +41,18 @@ class StepObserver:
         limit: elements per tensor beyond which it is sampled.
         sensitivities: also collect what is weighted by gradients (calibration); a monitor needs ranges only.
         structure: records ops, shapes and saved tensors during the first observed step, else None.
+        explicit_loss: the loss is given to `output` by the caller; scalar outputs of graphs are not taken for it.
     """
 
     def __init__(
-        self, *, limit: int = SAMPLE_LIMIT, sensitivities: bool = True, structure: StructureRecorder | None = None
+        self,
+        *,
+        limit: int = SAMPLE_LIMIT,
+        sensitivities: bool = True,
+        structure: StructureRecorder | None = None,
+        explicit_loss: bool = False,
     ) -> None:
+        self.explicit_loss = explicit_loss
         self.limit, self.sensitivities, self.structure = limit, sensitivities, structure
         self._found: dict[tuple[str, str], RangeHistogram] = {}
         self._edges: list[tuple[str, Sample, list[Tensor]]] = []
@@ -80,7 +87,7 @@ class StepObserver:
         def hook(g: Tensor | None) -> None:
             if g is not None and not self._closed:
                 with torch.no_grad():
-                    record(g.detach())
+                    record(g.to_dense() if g.is_sparse else g.detach())
 
         # A leaf keeps its hooks for ever, so those are removed at the end of the step; others die with the graph.
         handle = x.register_hook(hook)
@@ -240,7 +247,7 @@ class ObservingInterpreter(fx.Interpreter):
             self._placeholder(captured, result)
         elif n.op == "output":
             for y in result if isinstance(result, (tuple, list)) else (result,):
-                if isinstance(y, Tensor) and y.is_floating_point():
+                if isinstance(y, Tensor) and y.is_floating_point() and not self.observer.explicit_loss:
                     self.observer.output(y)
         return result
 
@@ -294,6 +301,8 @@ class ObservingInterpreter(fx.Interpreter):
                 taken = self.observer.value(tensor_id, y, through_edges=captured in self.mixed)
                 if tensor_id == op.outputs[0]:
                     self._taken[captured] = taken
+                    if op.inplace is not None:  # later readers see the changed values
+                        self._taken[op.inplace] = taken
 
 
 def _named_arguments(n: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

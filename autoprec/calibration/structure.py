@@ -225,7 +225,8 @@ def timing_key(op: OpNode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str
         return repr(v)
 
     parts = [describe(a) for a in args] + [f"{k}={describe(v)}" for k, v in sorted(kwargs.items())]
-    return f"{op.kind}({', '.join(parts)})"
+    how = "".join(("", " in place")[op.inplace is not None] + ("", " pinned")[op.pinned])
+    return f"{op.kind}({', '.join(parts)}) {op.op_class.value}{how}"
 
 
 def flops_of(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:

@@ -22,7 +22,7 @@ from autoprec.numerics.dtypes import dtype_of, native_formats
 from autoprec.numerics.gemm import conv, linear, matmul
 from autoprec.numerics.norms import norm
 from autoprec.numerics.packing import decode_e4m3, encode_e4m3
-from autoprec.numerics.specs import NORM_SIGNATURE, conv_options, gemm_spec, norm_call
+from autoprec.numerics.specs import NORM_SIGNATURE, conv_options, fit_scalars, gemm_spec, norm_call
 from autoprec.tracing.kinds import CONVS, out_of_place
 
 __all__ = ["measure_casts", "time_ops"]
@@ -195,6 +195,7 @@ def _callable(case: TimingCase, fmt: str, device_type: str) -> tuple[Callable[[]
         return x
 
     args, kwargs = fx.node.map_aggregate(case.args, make), fx.node.map_aggregate(case.kwargs, make)
+    args, kwargs = fit_scalars(op.kind, args, fmt), fit_scalars(op.kind, kwargs, fmt)
     if weighted and fmt != "fp32":
         names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
         named = dict(zip(names, args, strict=False)) | kwargs

@@ -48,6 +48,7 @@ class _Entry:
 _entries: dict[int, _Entry] = {}
 _running = threading.local()
 _numbers = itertools.count()
+_RECOMPILE_LIMIT = 64
 
 
 def owner_of(parameter: nn.Parameter) -> Owner | None:
@@ -115,8 +116,9 @@ def install(model: nn.Module, owner: Owner) -> None:
         if _running.owner is not None:
             _running.owner.enter()
         try:
-            # Without it a module that holds an LSTM or GRU is not captured at all.
-            with torch._dynamo.config.patch(allow_rnn=True):
+            # Without allow_rnn a module that holds an LSTM or GRU is not captured at all; a GRU is captured once per
+            # sequence length, so the limit after which Dynamo runs eager is raised.
+            with torch._dynamo.config.patch(allow_rnn=True, recompile_limit=_RECOMPILE_LIMIT):
                 return compiled(*args, **kwargs)
         finally:
             _running.owner = before

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,9 +34,20 @@ class GradientWatch:
         self.bad: set[str] = set()
         self._flags: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
-        for fqn, p in parameters.items():
+        self._unwatched = dict(parameters)
+        self._parameters = dict(parameters)
+        self.look_for_new()
+
+    def look_for_new(self) -> None:
+        """Watch the parameters that became trainable since the last look."""
+        for fqn, p in list(self._unwatched.items()):
             if p.is_leaf and p.requires_grad:
                 self._handles.append(p.register_post_accumulate_grad_hook(self._hook(fqn)))
+                del self._unwatched[fqn]
+
+    def discarded(self) -> bool:
+        """True if there were gradients and the user has set all of them to None: that backward pass is void."""
+        return bool(self.fresh) and all(self._parameters[f].grad is None for f in self.fresh)
 
     def _hook(self, fqn: str) -> Any:
         def look(p: Tensor) -> None:
@@ -44,6 +56,7 @@ class GradientWatch:
             if g is None:
                 return
             values = g.coalesce().values() if g.is_sparse else g
+            values = torch.view_as_real(values) if values.is_complex() else values
             if values.device.type == "cpu":
                 # A finite sum proves finite elements at one read; a non-finite one may be an overflow of the sum.
                 if not math.isfinite(float(values.sum())) and not bool(values.isfinite().all()):
@@ -124,14 +137,18 @@ class BufferSnapshot:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model = weakref.ref(model)
         self._takes = 0
         self._constant: dict[str, int] = {}
         self._copies: dict[str, tuple[Tensor, Tensor]] = {}
 
+    def _buffers(self) -> dict[str, Tensor]:
+        model = self._model()
+        return {} if model is None else dict(model.named_buffers())
+
     def take(self) -> None:
         """Copy what may change in the step that begins."""
-        buffers = dict(self._model.named_buffers())
+        buffers = self._buffers()
         if self._takes == 1:
             for name, (buffer, saved) in self._copies.items():
                 if saved.nbytes > _SMALL_BUFFER_BYTES and torch.equal(buffer, saved):
@@ -141,16 +158,22 @@ class BufferSnapshot:
         self._copies = {n: (buffers[n], buffers[n].detach().clone()) for n in wanted}
 
     def restore(self) -> None:
-        """Bitwise as at `take`; the buffers stay the same objects."""
+        """Bitwise as at `take`; the buffers are the same objects again, also where the step put others in their
+        place."""
+        model = self._model()
         with torch.no_grad():
-            for buffer, saved in self._copies.values():
+            for name, (buffer, saved) in self._copies.items():
                 buffer.copy_(saved)
+                if model is not None:
+                    owner, _, key = name.rpartition(".")
+                    model.get_submodule(owner)._buffers[key] = buffer
 
     def turned_nonfinite(self) -> list[str]:
         """Names of buffers that were finite at `take` and are not now (a statistic can overflow before a gradient)."""
+        now = self._buffers()
         return [
             name
-            for name, (buffer, saved) in self._copies.items()
+            for name, (buffer, saved) in ((n, (now.get(n, b), s)) for n, (b, s) in self._copies.items())
             if buffer.is_floating_point()
             and not math.isfinite(float(buffer.sum()))
             and not bool(buffer.isfinite().all())

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -55,7 +56,7 @@ class StepGuard:
         self.in_step = False
         self.bad = False
         self.covered: set[str] = set()
-        self.optimizers: list[Optimizer] = []
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._aside: dict[int, list[PutAside]] = {}
         self._snapshots: dict[int, OptimizerSnapshot] = {}
         boundaries.listen(self)
@@ -67,7 +68,10 @@ class StepGuard:
 
     def begin(self) -> bool:
         """A training forward runs. True if it is the first of a step."""
+        self.watch.look_for_new()
         if self.in_step:
+            if self.watch.discarded():  # that backward pass was given up: what it found does not count
+                self.watch.clear()
             return False
         self.in_step, self.bad = True, False
         self.watch.clear()
@@ -87,8 +91,7 @@ class StepGuard:
         """Veto a step with a non-finite gradient (called by torch's optimizer hooks)."""
         if not self._owns(optimizer):
             return None
-        if optimizer not in self.optimizers:
-            self.optimizers.append(optimizer)
+        self.optimizers.add(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._judge(optimizer)
@@ -112,8 +115,7 @@ class StepGuard:
         if not self.bad:
             if self.watch.verdict() and not self._bad_buffers():
                 return
-            self.bad = True
-            self._keeper.on_bad_gradients()
+            self._turn_bad()
         self._aside.setdefault(id(optimizer), []).append(PutAside(optimizer))
 
     def _bad_buffers(self) -> bool:
@@ -136,8 +138,28 @@ class StepGuard:
         """A GradScaler that skipped the step called no optimizer: the boundary is here."""
         if self.in_step and not self.watch.verdict():
             if not self.bad:
-                self.bad = True
-                self._keeper.on_bad_gradients()
+                self._turn_bad()
+            self.end()
+
+    def _turn_bad(self) -> None:
+        """The keeper may raise; the step is over then, with everything as it was before it."""
+        self.bad = True
+        try:
+            self._keeper.on_bad_gradients()
+        except BaseException:
+            self.buffers.restore()
+            self.in_step = self.bad = False
+            self.watch.clear()
+            self.covered.clear()
+            self._snapshots.clear()
+            raise
+
+    def end_by_hand(self) -> None:
+        """A boundary of a loop without a torch optimizer: the same questions are asked, nothing can be vetoed."""
+        if self.in_step or self.watch.fresh:
+            self._keeper.before_first_update(self.missed())
+            if not self.bad and (not self.watch.verdict() or self._bad_buffers()):
+                self._turn_bad()
             self.end()
 
     def end(self) -> None:

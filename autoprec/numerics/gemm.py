@@ -25,18 +25,32 @@ __all__ = ["ConvOptions", "GemmSpec", "conv", "keep", "linear", "matmul", "relu_
 @dataclass(frozen=True, kw_only=True)
 class GemmSpec:
     """The arithmetic of one op: dtypes by role, which of them the device computes itself, and the FP16 region's scale
-    (gradients that arrive carry the factor 2**scale_log2)."""
+    (gradients that arrive carry the factor 2**scale_log2). Where only gradient roles are FP16, the arriving gradient
+    is multiplied by 2**local_scale_log2 before it is rounded, and each product divided by it."""
 
     output: torch.dtype
     grad_input: torch.dtype
     grad_weight: torch.dtype
     native: tuple[torch.dtype, ...]
     scale_log2: int = 0
+    local_scale_log2: int = 0
 
     def operand(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """`x` rounded to `dtype`, in the dtype in which the product is computed."""
         x = x.to(dtype)
         return x if dtype in self.native else x.float()
+
+    def gradient(self, g: Tensor, dtype: torch.dtype) -> Tensor:
+        """The arriving gradient as an operand in `dtype`."""
+        if self.local_scale_log2 and dtype is torch.float16:
+            g = g.float() * 2.0**self.local_scale_log2
+        return self.operand(g, dtype)
+
+    def product(self, p: Tensor, dtype: torch.dtype) -> Tensor:
+        """A product of `gradient(…, dtype)`, without the local scale."""
+        if self.local_scale_log2 and dtype is torch.float16:
+            return p.float() * 2.0**-self.local_scale_log2
+        return p
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +111,12 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_w = grad_b = None
         flat = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[0]:
-            product = spec.operand(flat, spec.grad_input) @ spec.operand(weight, spec.grad_input)
-            grad_x = product.to(ctx.x_dtype).view(*grad.shape[:-1], weight.shape[1])
+            product = spec.gradient(flat, spec.grad_input) @ spec.operand(weight, spec.grad_input)
+            grad_x = spec.product(product, spec.grad_input).to(ctx.x_dtype).view(*grad.shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[1]:
             x = spec.operand(_saved_input(ctx, spec.grad_weight), spec.grad_weight).reshape(-1, weight.shape[1])
-            grad_w = _unscaled(ctx, spec.operand(flat, spec.grad_weight).t() @ x, weight.dtype)
+            product = spec.gradient(flat, spec.grad_weight).t() @ x
+            grad_w = _unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_b = _unscaled(ctx, flat.sum(0, dtype=torch.float32), weight.dtype)
         return grad_x, grad_w, grad_b, None, None, None
@@ -145,12 +160,13 @@ class _Conv(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             w = spec.operand(weight, spec.grad_input)
             # The input's values do not enter its own gradient, only its shape does.
-            grad_x = _conv_backward(ctx.options, spec.operand(grad, spec.grad_input), x.to(w.dtype), w, 0)
-            grad_x = grad_x.to(ctx.x_dtype)
+            grad_x = _conv_backward(ctx.options, spec.gradient(grad, spec.grad_input), x.to(w.dtype), w, 0)
+            grad_x = spec.product(grad_x, spec.grad_input).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
             w = spec.operand(weight, spec.grad_weight)
-            g = spec.operand(grad, spec.grad_weight)
-            grad_w = _unscaled(ctx, _conv_backward(ctx.options, g, x, w, 1), weight.dtype)
+            g = spec.gradient(grad, spec.grad_weight)
+            product = _conv_backward(ctx.options, g, x, w, 1)
+            grad_w = _unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             dims = [0, *range(2, grad.dim())]
             grad_b = _unscaled(ctx, grad.sum(dims, dtype=torch.float32), weight.dtype)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import fx
+
 from autoprec.graphs import Role
 from autoprec.numerics.dtypes import dtype_of, native_formats
 from autoprec.numerics.gemm import ConvOptions, GemmSpec
 from autoprec.numerics.norms import NormCall
 
-__all__ = ["NORM_SIGNATURE", "conv_options", "gemm_spec", "norm_call"]
+__all__ = ["NORM_SIGNATURE", "conv_options", "fit_scalars", "gemm_spec", "norm_call"]
 
 NORM_SIGNATURE = {
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
@@ -19,7 +22,9 @@ NORM_SIGNATURE = {
 }
 
 
-def gemm_spec(formats: Mapping[Role, str], device_type: str, scale_log2: int = 0) -> GemmSpec:
+def gemm_spec(
+    formats: Mapping[Role, str], device_type: str, scale_log2: int = 0, local_scale_log2: int = 0
+) -> GemmSpec:
     """The arithmetic of an op from its format per role (missing gradient roles follow `output`)."""
     output = formats[Role.OUTPUT]
     return GemmSpec(
@@ -28,6 +33,7 @@ def gemm_spec(formats: Mapping[Role, str], device_type: str, scale_log2: int = 0
         grad_weight=dtype_of(formats.get(Role.GRAD_WEIGHT, output)),
         native=tuple(dtype_of(f) for f in native_formats(device_type)),
         scale_log2=scale_log2,
+        local_scale_log2=local_scale_log2,
     )
 
 
@@ -58,3 +64,21 @@ def norm_call(kind: str, arguments: dict[str, Any], scale_log2: int) -> NormCall
     if not all(isinstance(v, (int, float)) for v in (*shape, training, momentum, eps)):
         return None
     return NormCall(kind=kind, shape=shape, training=training, momentum=momentum, eps=eps, scale_log2=scale_log2)
+
+
+#: Kinds whose scalar becomes a value of the result; elsewhere it is a factor or a summand.
+_SCALAR_IS_A_VALUE = {"masked_fill", "where", "clamp", "clamp_min", "clamp_max", "threshold", "fill", "hardtanh"}
+
+
+def fit_scalars(kind: str, arguments: Any, fmt: str) -> Any:
+    """Finite numbers beyond the format that would become values (finfo.min of a mask) become its largest value."""
+    if fmt == "fp32" or kind not in _SCALAR_IS_A_VALUE:
+        return arguments
+    limit = torch.finfo(dtype_of(fmt)).max
+
+    def fit(value: Any) -> Any:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and limit < abs(value) < float("inf"):
+            return limit if value > 0 else -limit
+        return value
+
+    return fx.node.map_aggregate(arguments, fit)

@@ -97,7 +97,7 @@ def _options_of(
         if op.pinned:
             options.formats = ["fp32"]
             options.dropped = dict.fromkeys((f for f in candidates if f != "fp32"), "the model itself casts to fp32")
-        if rule is not None:
+        elif rule is not None:  # a rule speaks of what may be chosen; the user's own cast leaves no choice
             for name in list(options.formats):
                 if not rule.allows(name):
                     options.drop(name, f"rule ({rule_text})")

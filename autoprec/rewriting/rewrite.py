@@ -25,7 +25,7 @@ from autoprec.numerics.casts import cast, enter_region, leave_region, saturating
 from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.gemm import conv, keep, linear, matmul, relu_keeping_bits
 from autoprec.numerics.norms import norm
-from autoprec.numerics.specs import NORM_SIGNATURE, conv_options, gemm_spec, norm_call
+from autoprec.numerics.specs import NORM_SIGNATURE, conv_options, fit_scalars, gemm_spec, norm_call
 from autoprec.plans import AS_IS, Plan
 from autoprec.tracing.bindings import Binding, OpNode
 from autoprec.tracing.kinds import CONVS, changes_mode, out_of_place, returns_float32
@@ -79,6 +79,7 @@ class _Rewriter:
         self.region_of_value: dict[fx.Node, int] = {}
         self.saturating = set(plan.saturating)
         self.base_of = _bases(binding)
+        self.touched = _changed_in_place(binding)
 
     def run(self) -> Rewritten:
         for node in self.binding.template.module.graph.nodes:
@@ -89,10 +90,20 @@ class _Rewriter:
             else:
                 if changes_mode(node):
                     self.forget_casts(lambda _: True)
-                self.put(node, self.graph.node_copy(node, lambda n: self.as_written(n)), _FP32)
+                self.visit_plain(node)
         module = fx.GraphModule(self.binding.template.module, self.graph)
         self.graph.lint()
         return Rewritten(module=module, origin=self.origin)
+
+    def visit_plain(self, node: fx.Node) -> None:
+        """A node that is no op. One result of an op with several is born as they are."""
+        source = node.args[0] if node.op == "call_function" and node.args else None
+        part = isinstance(source, fx.Node) and source in self.ops and returns_float32(node.meta.get("example_value"))
+        new = self.graph.node_copy(node, lambda n: self.as_born(n) if part and n is source else self.as_written(n))
+        if part and isinstance(source, fx.Node):
+            self.put(node, new, self.born[source], source)
+        else:
+            self.put(node, new, _FP32)
 
     # Values ---------------------------------------------------------------------------------------------------
 
@@ -131,6 +142,8 @@ class _Rewriter:
             return None
         base = op.inputs[0][0]
         if not returns_float32(base.meta.get("example_value")) or base not in self.made:
+            return None
+        if self.root[node] in self.touched:  # a copying view made again would miss, or repeat, a change in place
             return None
         if fmt not in self.made[base] and not _no_larger(base, node):  # pay for the view's elements only
             return None
@@ -175,9 +188,12 @@ class _Rewriter:
     def visit_inplace(self, op: OpNode, changed: fx.Node) -> None:
         """Everything in the format of the memory that changes; casts of that memory are stale afterwards."""
         fmt = self.born.get(changed, _FP32)
-        new = self.graph.node_copy(op.node, lambda n: self.as_born(n) if n is changed else self.in_format(n, fmt))
-        new.args = _fit_scalars(new.args, fmt)
         root = self.root.get(changed, changed)
+        region = self.region_of_value.get(root)
+        new = self.graph.node_copy(
+            op.node, lambda n: self.as_born(n) if n is changed else self.in_format(n, fmt, region)
+        )
+        new.args = fit_scalars(op.kind, new.args, fmt)
         self.forget_casts(lambda n: self.root.get(n, n) is root)
         self.put(op.node, new, fmt, changed)
 
@@ -186,7 +202,7 @@ class _Rewriter:
             raise PlanError(f"the plan gives {op.id} a format, but {op.kind} is {op.op_class.value}: it takes none")
         formats = {role: f for role in Role if (f := self.plan.format_of.get((op.id, role))) is not None}
         fmt = formats[Role.OUTPUT]
-        region = self.region.get(op.id)
+        region = self.region.get(op.id) if fmt == "fp16" else None
         if op.kind in _GEMM_SIGNATURE:
             new = self._weighted_gemm(op, formats, region)
         elif fmt == _FP32:
@@ -206,7 +222,7 @@ class _Rewriter:
             new = self.graph.node_copy(op.node, lambda n: self.in_format(n, fmt, region))
             if op.functional:
                 new.target, new.args, new.kwargs = out_of_place(op.kind, new.target, new.args, new.kwargs)
-            new.args, new.kwargs = _fit_scalars(new.args, fmt), _fit_scalars(new.kwargs, fmt)
+            new.args, new.kwargs = fit_scalars(op.kind, new.args, fmt), fit_scalars(op.kind, new.kwargs, fmt)
         self.put(op.node, new, fmt)
         if region:
             self.region_of_value[op.node] = region
@@ -253,7 +269,9 @@ class _Rewriter:
             if x not in self.packed:
                 self.packed[x] = self.graph.call_function(keep, (x_new,))
             packed = self.packed[x]
-        spec = gemm_spec(formats, self.device_type, region or 0)
+        # FP16 in gradient roles alone: what arrives carries no scale yet.
+        local = 0 if region else self.region.get(op.id, 0)
+        spec = gemm_spec(formats, self.device_type, region or 0, local)
         if op.kind == "linear":
             return self.graph.call_function(_With(linear, spec), (x_new, weight, bias_new, packed))
         options = conv_options(op.kind, arguments)
@@ -264,7 +282,10 @@ class _Rewriter:
         current: str | None = tensor_id
         while current is not None:
             if current in self.plan.storage_of:
-                return self.plan.storage_of[current] != AS_IS
+                storage = self.plan.storage_of[current]
+                if storage not in (AS_IS, "fp8_e4m3"):
+                    raise PlanError(f"the plan keeps {current} in {storage}; storages are {AS_IS} and fp8_e4m3")
+                return storage != AS_IS
             current = self.base_of.get(current)
         return False
 
@@ -288,22 +309,18 @@ def _bases(binding: Binding) -> dict[str, str]:
     }
 
 
+def _changed_in_place(binding: Binding) -> set[fx.Node]:
+    """Roots (views and their copies joined) of every value that an op changes in place."""
+    root: dict[fx.Node, fx.Node] = {}
+    for node in binding.template.module.graph.nodes:
+        op = binding.op_of.get(node)
+        source = op.inputs[0][0] if op is not None and op.inputs and op.op_class is OpClass.VIEW else None
+        root[node] = node if source is None else root.get(source, source)
+    return {root.get(op.inplace, op.inplace) for op in binding.ops if op.inplace is not None}
+
+
 def _no_larger(base: fx.Node, view: fx.Node) -> bool:
     a, b = base.meta["example_value"], view.meta["example_value"]
     sizes = [*a.shape, *b.shape]
     # Symbolic sizes are not compared: that would add a guard. A cast of the view itself is always right.
     return all(isinstance(s, int) for s in sizes) and a.numel() <= b.numel()
-
-
-def _fit_scalars(arguments: Any, fmt: str) -> Any:
-    """Finite Python numbers beyond the format (finfo.min of a mask) become its largest value of that sign."""
-    if fmt == _FP32:
-        return arguments
-    limit = torch.finfo(dtype_of(fmt)).max
-
-    def fit(value: Any) -> Any:
-        if isinstance(value, float) and limit < abs(value) < float("inf"):
-            return limit if value > 0 else -limit
-        return value
-
-    return fx.node.map_aggregate(arguments, fit)

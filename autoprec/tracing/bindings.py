@@ -261,6 +261,8 @@ class _Walk:
                 pinned=pinned,
             )
         )
+        if changed is not None and not functional and outputs and changed.op != "placeholder":
+            self.tensor_id[changed] = outputs[0]  # later readers see the changed values
 
     def _name_results(self, node: fx.Node, op_id: str, value: Any, count: int) -> tuple[str, ...]:
         if isinstance(value, torch.Tensor):
@@ -284,6 +286,9 @@ class _Walk:
                 return OpClass.WIDE
         if op_class is OpClass.GEMM and not self._gemm_is_ours(node, kind):
             return OpClass.WIDE
+        result = node.meta.get("example_value")
+        if op_class is OpClass.VIEW and isinstance(result, torch.Tensor) and not returns_float32(result):
+            return OpClass.WIDE  # view(dtype) shows the bits of the format that the user wrote
         if op_class is OpClass.VIEW and sum(returns_float32(n.meta["example_value"]) for n in arguments) > 1:
             return OpClass.WIDE
         return op_class
@@ -305,7 +310,8 @@ class _Walk:
 
     def _promise(self, node: fx.Node, op_class: OpClass, arguments: Sequence[fx.Node]) -> bool:
         """After the user's own cast to FP32 the value stays FP32 until the next GEMM."""
-        if is_user_cast(node) or node.kwargs.get("dtype") is torch.float32:
+        makes_its_own = not any(n.meta["example_value"].is_floating_point() for n in arguments)
+        if is_user_cast(node) or (node.kwargs.get("dtype") is torch.float32 and not makes_its_own):
             if returns_float32(node.meta.get("example_value")):
                 self._promised.add(node)
             return False

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import checkpoint
 
 __all__ = ["Template", "module_path", "user_frame"]
 
@@ -52,6 +53,7 @@ class Template:
     @classmethod
     def capture(cls, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Template:
         """From what Dynamo hands to a backend."""
+        _keep_random_state(module)
         placeholders = tuple(n for n in module.graph.nodes if n.op == "placeholder")
         positions = tuple(i for i, v in enumerate(example_inputs) if isinstance(v, torch.nn.Parameter))
         paths = tuple(_source_path(placeholders[i]) for i in positions)
@@ -59,6 +61,24 @@ class Template:
 
     def __hash__(self) -> int:
         return id(self)
+
+
+def checkpointed(body: fx.GraphModule, *args: Any, **options: Any) -> Any:
+    """Activation checkpointing of a captured body, with the random state restored for the recomputation."""
+    context = body.meta.get("_checkpoint_context_fn")
+    more = {} if context is None else {"context_fn": context}
+    kept = {k: options[k] for k in ("determinism_check", "debug", "early_stop") if k in options}
+    return checkpoint(body, *args, use_reentrant=False, preserve_rng_state=True, **more, **kept)
+
+
+def _keep_random_state(module: fx.GraphModule) -> None:
+    """torch runs a captured checkpoint without restoring the random state (a compiler would), so that dropout inside
+    would draw another mask when it is recomputed."""
+    found = [n for n in module.graph.nodes if n.target is torch.ops.higher_order.tag_activation_checkpoint]
+    for node in found:
+        node.target = checkpointed
+    if found:
+        module.recompile()
 
 
 def _source_path(placeholder: fx.Node) -> Path:
