@@ -41,13 +41,11 @@ __all__ = ["Session", "session_of"]
 #: Calls of a step that are kept for replay; of more micro-batches than that, the last ones.
 _MOST_CALLS = 64
 
-_sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
-
 
 def session_of(model: nn.Module) -> Session:
     """The session of a compiled model. Raises `InputError` if it has none."""
-    found = _sessions.get(model)
-    if found is None:
+    found = dispatch.installed(model)
+    if not isinstance(found, Session) or found.model is not model:
         raise InputError(
             f"this {type(model).__name__} was not compiled by autoprec (a deepcopy is the plain FP32 model);"
             " call autoprec.compile(model) first"
@@ -112,7 +110,6 @@ class Session:
         dispatch.adopt(list(self._parameters.values()), self)
         dispatch.install(model, self)
         self._guard = StepGuard(model, self._parameters, self)
-        _sessions[model] = self
 
     # What people read ------------------------------------------------------------------------------------------
 
@@ -490,7 +487,6 @@ class Session:
         self._observed.drop()
         self._slots.clear()
         self._calls.clear()
-        _sessions.pop(model, None)
         self._event("unwrapped")
 
 

@@ -19,7 +19,7 @@ from torch import fx, nn
 from autoprec.errors import InputError
 from autoprec.tracing.templates import Template
 
-__all__ = ["Owner", "adopt", "install", "owner_of", "release", "uninstall"]
+__all__ = ["Owner", "adopt", "install", "installed", "owner_of", "release", "uninstall"]
 
 
 class Owner(Protocol):
@@ -123,7 +123,15 @@ def install(model: nn.Module, owner: Owner) -> None:
         finally:
             _running.owner = before
 
+    # The model keeps its owner alive here, in the one attribute that a deepcopy and a pickle leave out.
+    call.owner = owner  # type: ignore[attr-defined]
     model._compiled_call_impl = call
+
+
+def installed(model: nn.Module) -> Owner | None:
+    """The owner that `install` gave to a model."""
+    found: Owner | None = getattr(getattr(model, "_compiled_call_impl", None), "owner", None)
+    return found
 
 
 def uninstall(model: nn.Module) -> None:

@@ -50,23 +50,30 @@ class GradientWatch:
         return bool(self.fresh) and all(self._parameters[f].grad is None for f in self.fresh)
 
     def _hook(self, fqn: str) -> Any:
+        # autograd keeps these hooks where the garbage collector cannot see them: they must not hold the parameters.
+        weak_self = weakref.ref(self)
+
         def look(p: Tensor) -> None:
-            self.fresh.add(fqn)
-            g = p.grad
-            if g is None:
-                return
-            values = g.coalesce().values() if g.is_sparse else g
-            values = torch.view_as_real(values) if values.is_complex() else values
-            if values.device.type == "cpu":
-                # A finite sum proves finite elements at one read; a non-finite one may be an overflow of the sum.
-                if not math.isfinite(float(values.sum())) and not bool(values.isfinite().all()):
-                    self.bad.add(fqn)
-            else:
-                flag = ~values.isfinite().all()
-                before = self._flags.get(fqn)
-                self._flags[fqn] = flag if before is None else before | flag
+            watch = weak_self()
+            if watch is not None:
+                watch._look(fqn, p.grad)
 
         return look
+
+    def _look(self, fqn: str, g: Tensor | None) -> None:
+        self.fresh.add(fqn)
+        if g is None:
+            return
+        values = g.coalesce().values() if g.is_sparse else g
+        values = torch.view_as_real(values) if values.is_complex() else values
+        if values.device.type == "cpu":
+            # A finite sum proves finite elements at one read; a non-finite one may be an overflow of the sum.
+            if not math.isfinite(float(values.sum())) and not bool(values.isfinite().all()):
+                self.bad.add(fqn)
+        else:
+            flag = ~values.isfinite().all()
+            before = self._flags.get(fqn)
+            self._flags[fqn] = flag if before is None else before | flag
 
     def verdict(self) -> bool:
         """True if every gradient since `clear` was finite. Waits for the device once."""

@@ -140,7 +140,10 @@ def _drop_overflows(options: Options, graph: OpGraph, prices: Prices) -> None:
             if histogram is None or histogram.amax <= fmt.max_value:
                 continue
             is_data = op.op_class is OpClass.GEMM and bool(op.weights)
-            if not made and not spec.requires_grad and not is_data and saturates_by_design(histogram, fmt):
+            is_mask = not made and not spec.requires_grad and not is_data
+            # The rewriter fits the number that these ops write into the format.
+            is_fill = made and op.kind in ("masked_fill", "where")
+            if (is_mask or is_fill) and saturates_by_design(histogram, fmt):
                 continue
             options.drop(name, f"{name} overflows: amax {histogram.amax:.3g} of {t} > {fmt.max_value:.6g}")
             break
