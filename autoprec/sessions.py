@@ -94,6 +94,7 @@ class Session:
             raise InputError(f"{type(model).__name__} has no parameters: there is nothing to schedule")
         _refuse_half(self._parameters)
         self._sites = SiteRegister()
+        self._sites_settled = False
         self._slots: dict[tuple[Template, tuple[int, ...]], Slot] = {}
         self.unowned: set[Template] = set()
         self._banned: set[tuple[str, str]] = set()
@@ -187,9 +188,15 @@ class Session:
     def _bind(self, template: Template, arguments: Sequence[Any]) -> Slot:
         buffer_names = {id(b): fqn for fqn, b in self.model.named_buffers()}
         self._refuse_strangers(template, [a if id(a) not in self._names else None for a in arguments])
+        trains = torch.is_grad_enabled() and self.model.training
+        if trains and not self._sites_settled:
+            # Call sites are numbered in the order of the training graphs, also where an evaluation came first.
+            self._sites_settled = True
+            if self.graph is None:
+                self._sites = SiteRegister()
+                self._slots.clear()
         binding = bind(template, arguments, self._names, buffer_names, self._sites)
-        trains = any(self._parameters[f].requires_grad for f in binding.parameters.values())
-        slot = Slot(binding=binding, trains=trains)
+        slot = Slot(binding=binding, trains=any(self._parameters[f].requires_grad for f in binding.parameters.values()))
         slot.adopt(self.plan, self._device_type)
         return slot
 

@@ -346,3 +346,25 @@ def test_an_unknown_storage_is_refused() -> None:
     autoprec.compile(model, plan=plan)
     with pytest.raises(autoprec.PlanError, match="storages are as_is and fp8_e4m3"):
         model(torch.randn(4, 8))
+
+
+def test_op_ids_do_not_depend_on_an_evaluation_before_training() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x)
+        if m.training:
+            h = h * 1.5
+        return h * 2.5
+
+    found = []
+    for evaluate_first in (False, True):
+        model = autoprec.compile(Body(body, a=nn.Linear(8, 8)), policy="observe")
+        if evaluate_first:
+            model.eval()
+            with torch.no_grad():
+                model(torch.randn(4, 8))
+            model.train()
+        steps(model, torch.randn(4, 8), 1)
+        profile, graph = autoprec.session(model).profile, autoprec.session(model).graph
+        amax = {t.id: t.values.amax for t in profile.tensors}
+        found.append([(op.id, round(amax[op.id] / amax["a:linear#0"], 3)) for op in graph.ops if op.kind == "mul"])
+    assert found[0] == found[1] == [(":mul#0", 1.5), (":mul#1", 3.75)]
