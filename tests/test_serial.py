@@ -315,7 +315,7 @@ PLANS = st.builds(
     gap=FLOATS,
     binding=IDS,
 )
-EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EXAMPLES = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @EXAMPLES

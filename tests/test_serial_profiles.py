@@ -54,7 +54,7 @@ def refusal(read: Callable[[Path], object], path: Path, data: bytes | str, error
 
 IDS = st.text(max_size=8)
 FLOATS = st.floats(allow_nan=False)
-EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EXAMPLES = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 ANY_FLOAT = st.floats()
 
 

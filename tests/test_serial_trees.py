@@ -136,15 +136,19 @@ def test_json_is_what_the_json_module_says(value: Any, at: int, junk: str) -> No
     text = json.dumps(value, indent=at % 3 or None)
     for candidate in (text, text[:at] + junk + text[at + 1 :]):
         try:
-            expected = repr(tuples(json.loads(candidate, object_pairs_hook=unique, parse_constant=float.fromhex)))
-            refused = "inf" in expected and "Infinity" in candidate
+            read = json.loads(candidate, object_pairs_hook=unique, parse_constant=finite, parse_float=finite)
         except ValueError:
-            refused = True
-        if refused:
             with pytest.raises(PolicyError):
                 parse_json(candidate, SOURCE)
         else:
-            assert repr(parse_json(candidate, SOURCE).plain) == expected
+            assert repr(parse_json(candidate, SOURCE).plain) == repr(tuples(read))
+
+
+def finite(digits: str) -> float:
+    """Ours refuses the json module's NaN and Infinity, and numbers that round to infinity."""
+    if not math.isfinite(value := float(digits)):
+        raise ValueError("not finite")
+    return value
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
