@@ -13,12 +13,17 @@ __all__ = ["CastTiming", "Device", "OpTiming"]
 
 @dataclass(frozen=True, kw_only=True)
 class OpTiming:
-    """Measured seconds of one role of one distinct op in one format (median over repeats)."""
+    """Measured seconds of one role of one distinct op in one format (median over repeats).
+
+    `private_saved_bytes`, with the role "output": bytes that the op keeps for its backward besides what it is given and
+    what it gives (statistics, masks); None if that was not looked at.
+    """
 
     timing_key: str
     role: str
     format: str
     seconds: float
+    private_saved_bytes: int | None = None
 
     def __post_init__(self) -> None:
         format_named(self.format)
@@ -60,6 +65,12 @@ class Device:
     def seconds_by_key(self) -> dict[tuple[str, str, str], float]:
         """(timing_key, role, format) → seconds."""
         return {(t.timing_key, t.role, t.format): t.seconds for t in self.timings}
+
+    @cached_property
+    def private_bytes_by_key(self) -> dict[tuple[str, str], int]:
+        """(timing_key, format) → bytes kept privately, where known."""
+        found = ((t.timing_key, t.format, t.private_saved_bytes) for t in self.timings if t.role == "output")
+        return {(key, fmt): size for key, fmt, size in found if size is not None}
 
     @cached_property
     def cast_by_pair(self) -> dict[tuple[str, str], CastTiming]:

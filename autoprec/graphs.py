@@ -12,10 +12,14 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import takewhile
+from typing import TypeVar
 
 from autoprec.errors import InputError
 
-__all__ = ["Op", "OpClass", "OpGraph", "Role", "TensorKind", "TensorSpec"]
+__all__ = ["Op", "OpClass", "OpGraph", "Role", "TensorKind", "TensorSpec", "shared_path"]
+
+T = TypeVar("T")
 
 
 class Role(StrEnum):
@@ -101,7 +105,9 @@ class Op:
         private_saved_bytes: bytes that it keeps besides `saves` and parameters (statistics, indices), as measured.
         pinned: True if the user's own casts promise FP32 here.
         timing_key: equal for ops that cost the same (kind, shapes, options); seconds are looked up under it.
-        calls: how often it runs in one step.
+        calls: how often it runs in one step, recomputation not counted.
+        checkpoints: ids of the activation checkpoints around it, outermost first: it runs once more in the backward
+            pass for each of them.
     """
 
     id: str
@@ -117,6 +123,7 @@ class Op:
     pinned: bool = False
     timing_key: str = ""
     calls: int = 1
+    checkpoints: tuple[str, ...] = ()
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -194,3 +201,8 @@ class OpGraph:
             if t.kind is TensorKind.PARAMETER:
                 digest.update(repr((t.id, t.shape)).encode())
         return digest.hexdigest()[:16]
+
+
+def shared_path(a: tuple[T, ...], b: tuple[T, ...]) -> tuple[T, ...]:
+    """What two paths of activation checkpoints, outermost first, have in common: the checkpoints around both ops."""
+    return tuple(x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -28,6 +28,7 @@ class Observations:
         graph: the captured ops; None before the first observed step.
         structure: what the first observed step told about ops and shapes (timing needs it); None before.
         profile: what calibration recorded so far; None before the first observed step.
+        steps: optimizer steps in it (`profile.steps` counts backward passes).
     """
 
     def __init__(self, describe: Callable[[StructureRecorder], OpGraph]) -> None:
@@ -35,6 +36,7 @@ class Observations:
         self.graph: OpGraph | None = None
         self.structure: StructureRecorder | None = None
         self.profile: Profile | None = None
+        self.steps = 0
         self.window: Profile | None = None
         self._observer: StepObserver | None = None
 
@@ -58,7 +60,9 @@ class Observations:
         """Run a slot, observed if this step is."""
         if self._observer is None:
             return slot.run(arguments)
-        return ObservingInterpreter(slot.module, slot.binding, self._observer, slot.origin).run(*arguments)
+        rewritten = slot.rewritten is not None
+        interpreter = ObservingInterpreter(slot.module, slot.origin, slot.binding, self._observer, rewritten=rewritten)
+        return interpreter.run(*arguments)
 
     def drop(self) -> None:
         """Forget the step in progress (a bad one, or one that was not captured whole)."""
@@ -80,6 +84,7 @@ class Observations:
         seen = observer.harvest(self.graph.fingerprint)
         if calibrating:
             self.profile = seen if self.profile is None else self.profile.merge(seen)
+            self.steps += 1
         else:
             self.window = seen if self.window is None else self.window.merge(seen)
 
@@ -105,7 +110,8 @@ class Observations:
         for record in calls:
             observer = StepObserver(limit=MONITOR_SAMPLE_LIMIT, sensitivities=False)
             with torch.no_grad(), shadow(record):
-                ObservingInterpreter(record.binding.template.module, record.binding, observer).run(
+                template = record.binding.template
+                ObservingInterpreter(template.module, template.flat.origin, record.binding, observer).run(
                     *shadow_arguments(record, buffers)
                 )
             self.learn(observer.harvest(self.graph.fingerprint))
@@ -118,7 +124,7 @@ def describe_graph(
     sizes = {f: p.numel() * p.element_size() for f, p in parameters.items()}
     outputs: set[str] = set()
     for slot in slots:
-        for node in slot.binding.template.module.graph.nodes:
+        for node in slot.binding.template.flat.graph.nodes:
             if node.op == "output":
                 outputs |= {slot.binding.tensor_id[n] for n in node.all_input_nodes if n in slot.binding.tensor_id}
     return structure.graph(

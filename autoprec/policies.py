@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from fractions import Fraction
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 from pydantic import field_validator as validator
@@ -84,7 +84,39 @@ def _implemented_format(name: str, implemented: tuple[str, ...], otherwise: str,
     raise _refused(f"unknown format {described(name)}.{nearest(name, implemented)}", *at)
 
 
-class _Part(BaseModel):
+class _Refusing(type(BaseModel)):  # type: ignore[misc]
+    """Errors of a call in Python become `PolicyError`; `model_validate` keeps pydantic's, with their locations."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        try:
+            return super().__call__(*args, **values)
+        except ValidationError as error:
+            raise _policy_error(f"{cls.__name__}()", error) from error
+
+
+def _policy_error(what: str, error: ValidationError) -> PolicyError:
+    return PolicyError("\n".join(f"{what}: {dotted(at)}{problem}" for at, problem, _ in policy_problems(error)))
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+T = TypeVar("T")
+
+#: A tuple; a list is taken for one.
+Many = Annotated[tuple[T, ...], BeforeValidator(_tuple)]
+
+
+if TYPE_CHECKING:  # mypy does not follow a metaclass that is computed
+    _Base = BaseModel
+else:
+
+    class _Base(BaseModel, metaclass=_Refusing):
+        pass
+
+
+class _Part(_Base):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
@@ -99,7 +131,7 @@ class Rule(_Part):
     """What the ops that it matches may use: exactly the format `pin`, or none narrower than `floor`."""
 
     match: str = "*"
-    kinds: tuple[str, ...] = ()
+    kinds: Many[str] = ()
     pin: str | None = None
     floor: str | None = None
     optional: bool = False
@@ -139,7 +171,7 @@ class Rule(_Part):
 class StorageOptions(_Part):
     """Candidate narrow storages of the tensors that are kept for backward; none means as they are."""
 
-    formats: tuple[str, ...] = STORAGE_FORMATS
+    formats: Many[str] = STORAGE_FORMATS
 
     @validator("formats")
     @classmethod
@@ -243,12 +275,12 @@ class Policy(_Part):
     version: Annotated[Literal[1], BeforeValidator(_valid_version)] = 1
     name: str = Field(min_length=1)
     description: str = ""
-    formats: tuple[str, ...]
+    formats: Many[str]
     objective: Literal["time", "bytes"] = "time"
     budget: Annotated[str | int | None, BeforeValidator(_valid_budget)] = None
     optimizer: Literal["auto", "none", "sgd", "sgd_momentum", "rmsprop", "adam", "adamw"] = "auto"
     noise: Noise = Noise()
-    rules: tuple[Rule, ...] = ()
+    rules: Many[Rule] = ()
     storage: StorageOptions = StorageOptions()
     calibration: Calibration = Calibration()
     monitor: Monitor = Monitor()
@@ -305,8 +337,7 @@ class Policy(_Part):
         try:
             return Policy.model_validate({name: getattr(self, name) for name in Policy.model_fields} | changes)
         except ValidationError as error:
-            lines = [f"policy {self.name!r}: {dotted(at)}{what}" for at, what, _ in policy_problems(error)]
-            raise PolicyError("\n".join(lines)) from error
+            raise _policy_error(f"policy {self.name!r}", error) from error
 
 
 def _nearest_op(rule: Rule, graph: OpGraph) -> str:

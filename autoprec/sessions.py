@@ -1,38 +1,36 @@
 """The state of a run: one `Session` per compiled model.
 
-States: observing (calibration) → planned. Every change of executables happens at a step boundary. The session is the
-only thing that writes them.
+States: observing (calibration) → planned, or, where no plan keeps the budgets, FP32 for good. Every change of
+executables happens at a step boundary. The session is the only thing that writes them.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autoprec.calibration.timing import measure_casts, time_ops
 from autoprec.devices import Device
-from autoprec.errors import InfeasibleError, InputError, NonFiniteError, NotCapturedError, PlanError
+from autoprec.errors import AutoprecError, InputError, NonFiniteError, NotCapturedError
+from autoprec.events import EventLog
 from autoprec.execution import dispatch
 from autoprec.execution.attribution import investigate
-from autoprec.execution.replay import CallRecord, record_call
+from autoprec.execution.replay import CallRecord, in_backward, record_call
 from autoprec.execution.slots import Slot
 from autoprec.execution.stepping import StepGuard
-from autoprec.graphs import OpGraph, Role
-from autoprec.monitoring.judging import judge
+from autoprec.graphs import OpGraph
 from autoprec.observing import Observations, describe_graph
-from autoprec.planning.planner import make_plan
-from autoprec.planning.problem import optimizer_bytes
-from autoprec.plans import Assignment, Event, Plan
+from autoprec.plans import Event, Plan
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
-from autoprec.serial import event_to_json_line
+from autoprec.refusals import check_plan_fits, refuse_autocast, refuse_half, refuse_strangers, uncaptured
+from autoprec.scheduling import Scheduler, cuda_devices
 from autoprec.tracing.bindings import Binding, SiteRegister, bind
 from autoprec.tracing.templates import Template
 
@@ -59,8 +57,6 @@ class Session:
     Attributes:
         policy: what was asked for.
         plan: what runs now; None while calibrating.
-        device: measured timings; None until a plan was made.
-        events: everything that happened, oldest first.
         steps: optimizer steps completed, bad ones not counted.
         step_was_skipped: whether the last step was vetoed; for learning-rate schedulers.
     """
@@ -77,10 +73,9 @@ class Session:
     ) -> None:
         self._model = weakref.ref(model)
         self.policy = policy if budget is None else policy.replaced(budget=budget)
-        self.plan, self.device = plan, device
+        self.plan = plan
         self._given_plan = plan is not None
-        self._events_path = events_path
-        self.events: list[Event] = []
+        self._log = EventLog(events_path)
         self.steps = 0
         self.skipped_steps = 0
         self.step_was_skipped = False
@@ -92,20 +87,21 @@ class Session:
             self._parameters[fqn] = p
         if not self._parameters:
             raise InputError(f"{type(model).__name__} has no parameters: there is nothing to schedule")
-        _refuse_half(self._parameters)
+        refuse_half(self._parameters)
         self._sites = SiteRegister()
         self._sites_settled = False
         self._slots: dict[tuple[Template, tuple[int, ...]], Slot] = {}
         self.unowned: set[Template] = set()
-        self._banned: set[tuple[str, str]] = set()
         self._observed = Observations(
             lambda structure: describe_graph(structure, self.model, self._parameters, self._slots.values())
         )
+        self._scheduler = Scheduler(self.policy, device, self._device_type, self._observed)
         self._window_steps = 0
         self._up_front = False
         self._entered = False
         self._parts: list[nn.Module] = []
         self._calls: deque[CallRecord] = deque(maxlen=_MOST_CALLS)
+        self._ran: set[Slot] = set()
         self._bad_in_row = 0
         self._incident = ""
         dispatch.adopt(list(self._parameters.values()), self)
@@ -121,6 +117,16 @@ class Session:
         if model is None:
             raise InputError("the model of this session no longer exists")
         return model
+
+    @property
+    def events(self) -> list[Event]:
+        """Everything that happened, oldest first."""
+        return self._log.events
+
+    @property
+    def device(self) -> Device | None:
+        """Measured timings; None until a plan was made."""
+        return self._scheduler.device
 
     @property
     def graph(self) -> OpGraph | None:
@@ -159,35 +165,27 @@ class Session:
     def run(self, template: Template, arguments: Sequence[Any]) -> Any:
         """Run a captured graph for the owner of its parameters (called by the dispatcher)."""
         key = (template, tuple(id(arguments[p]) for p in template.parameter_positions))
-        self._refuse_autocast()
+        refuse_autocast(self._device_type)
         slot = self._slots.get(key)
         if slot is None:
             slot = self._slots[key] = self._bind(template, arguments)
         slot.calls += 1
         if not (slot.trains and torch.is_grad_enabled()):
             return slot.run(arguments)
+        if in_backward() and slot in self._ran:
+            return slot.run(arguments)  # recomputed by an eager checkpoint, seen when it first ran
         return self._run_training(slot, arguments)
 
     def run_unowned(self, template: Template, arguments: Sequence[Any]) -> Any:
         """A graph without parameters runs as the user wrote it, and is listed in `unowned`."""
-        self._refuse_strangers(template, arguments)
+        refuse_strangers(self.model, template, arguments)
         self.unowned.add(template)
         return template.module.forward(*arguments)
 
-    def _refuse_strangers(self, template: Template, arguments: Sequence[Any]) -> None:
-        """Parameters of the model that were put in after compile have neither guard nor plan."""
-        if template.parameter_positions:
-            mine = {id(p): fqn for fqn, p in self.model.named_parameters()}
-            new = [mine[i] for p in template.parameter_positions if (i := id(arguments[p])) in mine]
-            if new:
-                raise NotCapturedError(
-                    f"{', '.join(new[:3])} was put into the model after autoprec.compile (a replaced layer, or"
-                    " load_state_dict(assign=True)); autoprec.unwrap(model) and compile it again"
-                )
-
     def _bind(self, template: Template, arguments: Sequence[Any]) -> Slot:
+        refuse_half(self._parameters)
         buffer_names = {id(b): fqn for fqn, b in self.model.named_buffers()}
-        self._refuse_strangers(template, [a if id(a) not in self._names else None for a in arguments])
+        refuse_strangers(self.model, template, arguments, known=self._names)
         trains = torch.is_grad_enabled() and self.model.training
         if trains and not self._sites_settled:
             # Call sites are numbered in the order of the training graphs, also where an evaluation came first.
@@ -204,37 +202,29 @@ class Session:
     def _device_type(self) -> str:
         return next(iter(self._parameters.values())).device.type
 
-    @property
-    def _cuda_devices(self) -> list[int]:
-        return [torch.cuda.current_device()] if self._device_type == "cuda" else []
-
     def _run_training(self, slot: Slot, arguments: Sequence[Any]) -> Any:
         if self._guard.begin():
             self._begin_step()
+        self._ran.add(slot)
         self._guard.covered.update(slot.binding.parameters.values())
         record = record_call(slot.binding, arguments)
         self._calls.append(record)
         outputs = self._observed.run(slot, arguments)
+        keeper = partial(_keep_gradient, record, self._guard.covered, slot.binding.parameters)
         for i, y in enumerate(outputs if isinstance(outputs, (tuple, list)) else (outputs,)):
             if isinstance(y, Tensor) and y.requires_grad and not y.is_leaf:
-                y.register_hook(_keeper(record, i))
+                y.register_hook(partial(keeper, i))
         return outputs
 
     def _begin_step(self) -> None:
         """The first training forward after a boundary: is this step observed?"""
         self._calls.clear()
+        self._ran.clear()
         self._incident = ""
         interval = self.policy.monitor.interval_steps
         monitored = self.plan is not None and not self.plan.is_identity and self.steps % interval == interval - 1
         if self.calibrating or monitored:
             self._observed.begin(calibrating=self.calibrating, explicit_loss=self._up_front)
-
-    def _refuse_autocast(self) -> None:
-        if torch.is_autocast_enabled(self._device_type):
-            raise InputError(
-                "the model is called inside torch.autocast, which would cast on top of the plan without being seen in"
-                " the captured graph; remove the autocast context (policy='bf16' is its uniform counterpart)"
-            )
 
     # The step boundary -----------------------------------------------------------------------------------------
 
@@ -248,23 +238,21 @@ class Session:
     def before_first_update(self, missed: list[str]) -> None:
         """Every parameter with a fresh gradient must have gone through a captured graph (called by the guard)."""
         if self._given_plan and self.steps == 0 and self.plan is not None and self._guard.in_step:
-            check_plan_fits(self.plan, self.bindings)
+            check_plan_fits(self.plan, self.bindings, [slot.binding for slot in self._ran])
         if not missed or (self._entered and self._capture_parts(missed)):
             return
-        modules = sorted({m.rpartition(".")[0] or type(self.model).__name__ for m in missed})
-        shown = ", ".join(modules[:5]) + (f" and {len(modules) - 5} more" if len(modules) > 5 else "")
-        text = (
-            f"{len(missed)} of {len(self._parameters)} parameters got gradients outside the captured graph"
-            f" (modules: {shown}). Call the model itself, model(x): calls of model.forward(x) or of a submodule go"
-            " round it"
-        )
+        text = uncaptured(missed, self._parameters, type(self.model).__name__, entered=self._entered)
         if self.policy.uncaptured == "error":
             raise NotCapturedError(text)
-        self._event("warning", trigger="uncaptured", evidence=text)
+        self._log.add_once(self.steps, "warning", trigger="uncaptured", evidence=text)
         self._guard.watch.fresh.clear()
 
-    def on_bad_gradients(self) -> None:
+    def on_bad_gradients(self, *, own: bool) -> None:
         """Name the first offender; promote it if its format is to blame (called by the guard)."""
+        if not own:
+            self._incident = "another model that the same optimizer steps had non-finite gradients"
+            self._event("bad_step", trigger="nonfinite", evidence=self._incident)
+            return
         incident = investigate(
             list(self._calls), list(self._slots.values()), self._guard.buffers.values(), sorted(self._guard.watch.bad)
         )
@@ -323,34 +311,33 @@ class Session:
     def _plan_or_judge(self) -> None:
         """At the end of a good step: is calibration over, is a window over?"""
         if self.calibrating:
-            if self.profile is not None and self.profile.steps >= self.policy.calibration.steps:
-                self.make_plan()
+            if self._observed.steps >= self.policy.calibration.steps:
+                self._plan_in_the_loop()
         elif self.steps - self._window_steps >= self.policy.monitor.window_steps:
             self._judge_window()
 
-    def _optimizer_bytes(self) -> int:
-        """Bytes of the optimizers' state: asked of the optimizers seen, otherwise of the policy's name for one."""
-        measured = sum(
-            v.numel() * v.element_size()
-            for optimizer in self._guard.optimizers
-            for state in optimizer.state.values()
-            for v in state.values()
-            if isinstance(v, Tensor)
-        )
-        assert self.graph is not None
-        return measured or optimizer_bytes(self.policy.optimizer, self.graph.gradient_bytes)
+    def _plan_in_the_loop(self) -> None:
+        """An error is raised once; a loop that goes on does so in FP32, with the guard."""
+        try:
+            self.make_plan()
+        except AutoprecError as error:
+            self._adopt(Plan(assignments=(), binding=f"no plan: {error}", policy=self.policy.name))
+            self._event("warning", trigger="no_plan", evidence=f"{error}; everything stays in fp32")
+            raise
 
     def make_plan(self) -> Plan:
         """Plan from what calibration recorded, and run it from the next step on.
 
         Raises `InputError` if nothing was observed yet, `InfeasibleError` if no plan keeps the budgets.
         """
-        if self.graph is None or self.profile is None:
-            raise InputError("nothing was observed yet: run at least one training step, or pass batches= and loss_fn=")
-        graph = self._observed.graph = replace(self.graph, optimizer_bytes=self._optimizer_bytes())
-        self.policy.check_against(graph)
-        device = self.measure_device()
-        plan = make_plan(graph, self.profile, device, self.policy, banned=frozenset(self._banned))
+        state_bytes = sum(
+            v.numel() * v.element_size()
+            for optimizer in self._guard.optimizers
+            for state in optimizer.state.values()
+            for v in state.values()
+            if isinstance(v, Tensor)
+        )
+        plan = self._scheduler.first_plan(state_bytes)
         self._adopt(plan)
         self._event("planned", evidence=f"{', '.join(plan.formats_used()) or 'fp32'}; binding: {plan.binding}")
         return plan
@@ -360,13 +347,7 @@ class Session:
 
         Raises `InputError` if nothing was observed yet.
         """
-        structure = self._observed.structure
-        if structure is None or self.graph is None:
-            raise InputError("nothing was observed yet: run at least one training step, or pass batches= and loss_fn=")
-        with torch.random.fork_rng(devices=self._cuda_devices):
-            known = self.device if self.device is not None else measure_casts(self._device_type)
-            self.device = time_ops(structure.cases, self.policy.formats, known)
-        return self.device
+        return self._scheduler.measure_device()
 
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
@@ -375,60 +356,29 @@ class Session:
 
     def _judge_window(self) -> None:
         window, self._window_steps = self._observed.take_window(), self.steps
-        if window is None or self.plan is None or self.graph is None:
+        if window is None or self.plan is None:
             return
-        verdicts = judge(self.plan, self.graph, window, self.policy.monitor)
+        verdicts = self._scheduler.unstable(self.plan, window)
         for v in verdicts:
             self._promote(v.op, v.format, v.trigger, v.evidence)
         if verdicts:
-            self._observed.learn(window)
             self._replan()
 
     def _promote(self, op: str, fmt: str, trigger: str, evidence: str) -> None:
-        self._banned.add((op, fmt))
+        self._scheduler.banned.add((op, fmt))
         self._event("promoted", op=op, was=fmt, now="", trigger=trigger, evidence=evidence)
 
     def _replan(self) -> None:
-        """Solve again without what was banned; the promotions' events get the formats that came out."""
+        """Solve again without what was banned."""
         assert self.plan is not None
-        before = self.plan
-        try:
-            if self.graph is None or self.profile is None or self.device is None:
-                raise InfeasibleError("the plan came from a file, without the profile that it was made from")
-            plan = make_plan(
-                self.graph,
-                self.profile,
-                self.device,
-                self.policy,
-                budget_bytes=before.budget_bytes,
-                banned=frozenset(self._banned),
-            )
-        except InfeasibleError as error:
-            plan = _without(before, self._banned)
-            self._event(
-                "warning",
-                trigger="budget",
-                evidence=f"the promoted ops run in fp32 outside the budgets: {error}",
-            )
+        plan, shortfall = self._scheduler.plan_again(self.plan)
+        if shortfall:
+            self._event("warning", trigger="budget", evidence=shortfall)
         self._adopt(plan)
-        for i, e in enumerate(self.events):
-            if e.kind == "promoted" and not e.now:
-                now = plan.format_of.get((e.op, Role.OUTPUT), "fp32")
-                self.events[i] = replace(e, now=now)
-                self._write(self.events[i])
-
-    # Events ----------------------------------------------------------------------------------------------------
+        self._log.settle(plan)
 
     def _event(self, kind: str, **fields: str) -> None:
-        event = Event(step=self.steps, kind=kind, **fields)
-        self.events.append(event)
-        if kind != "promoted":  # written once its new format is known
-            self._write(event)
-
-    def _write(self, event: Event) -> None:
-        if self._events_path is not None:
-            with self._events_path.open("a", encoding="utf-8") as file:
-                file.write(event_to_json_line(event) + "\n")
+        self._log.add(self.steps, kind, **fields)
 
     # Up-front calibration, and the end -------------------------------------------------------------------------
 
@@ -445,7 +395,7 @@ class Session:
         seen = 0
         self._up_front = True
         try:
-            with torch.random.fork_rng(devices=self._cuda_devices):
+            with torch.random.fork_rng(devices=cuda_devices(self._device_type)):
                 for batch in batches:
                     if seen == wanted:
                         break
@@ -497,39 +447,7 @@ class Session:
         self._event("unwrapped")
 
 
-def _keeper(record: CallRecord, index: int) -> Callable[[Tensor], None]:
-    def keep(g: Tensor) -> None:
-        record.output_gradients[index] = g
-
-    return keep
-
-
-def _refuse_half(parameters: dict[str, nn.Parameter]) -> None:
-    half = [f for f, p in parameters.items() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)]
-    if half:
-        raise InputError(
-            f"{len(half)} trainable parameters are {parameters[half[0]].dtype} ({half[0]}, …); autoprec keeps FP32"
-            " masters and casts per op: pass the model in FP32 (model.float())"
-        )
-
-
-def _without(plan: Plan, banned: set[tuple[str, str]]) -> Plan:
-    """The plan with banned (op, format) pairs in FP32, outside every region."""
-
-    def fix(a: Assignment) -> Assignment:
-        return replace(a, format="fp32", reason="promoted") if (a.op, a.format) in banned else a
-
-    left = {op for op, fmt in banned if fmt == "fp16"}
-    regions = tuple(replace(r, ops=tuple(op for op in r.ops if op not in left)) for r in plan.regions)
-    return replace(plan, assignments=tuple(fix(a) for a in plan.assignments), regions=regions)
-
-
-def check_plan_fits(plan: Plan, bindings: Iterable[Binding]) -> None:
-    """Raise `PlanError` if the plan names ops that none of the captured graphs has."""
-    known = {op.id for binding in bindings for op in binding.ops}
-    unknown = sorted({a.op for a in plan.assignments} - known)
-    if unknown:
-        raise PlanError(
-            f"{len(unknown)} ops of the plan are not in this model, the first: {unknown[0]}."
-            " The plan was made for another model or input; calibrate this one"
-        )
+def _keep_gradient(record: CallRecord, covered: set[str], parameters: Mapping[Any, str], index: int, g: Tensor) -> None:
+    """A gradient enters an output of a captured graph, in the first backward pass through it or in a later one."""
+    record.output_gradients[index] = g
+    covered.update(parameters.values())

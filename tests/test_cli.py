@@ -33,7 +33,7 @@ class Net(nn.Module):
         self.up, self.norm, self.down = nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 4)
 
     def forward(self, x):
-        return self.down(torch.relu(self.norm(self.up(x))))
+        return self.down(torch.relu(self.norm(self.up(x))))  # line wrong_width
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Batch:
 
 
 def loss(model, batch):
-    return nn.functional.cross_entropy(model(batch.x), batch.y)  # line wrong_width
+    return nn.functional.cross_entropy(model(batch.x), batch.y)
 
 
 def batches(count=4, width=32):
@@ -352,7 +352,7 @@ def test_explain_refuses_other_files(calibrated: Path, run: Run) -> None:
         ("fails", "(in fails): KeyError: 'missing'"),
         ("loss_fails", "(in loss): NameError: name 'undefined' is not defined"),
         ("batches_fail", "(in broken): OSError: the disk is gone"),
-        ("wrong_width", "RuntimeError: a and b must have same reduction dim"),
+        ("wrong_width", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
     ],
 )
 def test_a_target_that_does_not_work(calibrated: Path, run: Run, name: str, said: str) -> None:

@@ -88,7 +88,7 @@ def test_defaults_and_immutability() -> None:
         ({"version": 0}, ("version",), "must be one of 1, not 0"),
         ({"name": ""}, ("name",), "at least 1 character"),
         ({"name": 3}, ("name",), "must be text, not 3"),
-        ({"formats": ["fp32"]}, ("formats",), "must be a list"),
+        ({"formats": "fp32"}, ("formats",), "must be a list, not text 'fp32'"),
         ({"formats": ("bf16",)}, ("formats",), "fp32 must be among"),
         ({"formats": ("fp32", "fp32")}, ("formats", 1), "twice"),
         ({"formats": ("fp32", "fp8_e4m3")}, ("formats", 1), "for FP8 storage use storage.formats"),

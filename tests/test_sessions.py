@@ -290,3 +290,68 @@ def test_sessions_let_go_of_models() -> None:
     torch._dynamo.reset()
     gc.collect()
     assert seen() is None
+
+
+def test_bytes_that_ops_keep_privately_are_measured_in_each_format() -> None:
+    """Dropout's noise and batch norm's statistics: in FP32 timing finds what the observed step found; in BF16 the noise
+    is half as large and the statistics are not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 1))
+    batches = [torch.randn(64, 32) for _ in range(3)]
+    policy = autoprec.Policy(name="p", formats=["fp32", "bf16", "fp16"])
+    autoprec.compile(model, policy=policy, batches=batches, loss_fn=lambda m, x: m(x).square().mean(), events=None)
+    session = autoprec.session(model)
+    assert session.graph is not None and session.device is not None
+    found = session.device.private_bytes_by_key
+    for op in session.graph.ops:
+        if op.roles:
+            assert found[op.timing_key, "fp32"] == op.private_saved_bytes, op.id
+    dropout, norm = session.graph.op_by_id["2:dropout#0"], session.graph.op_by_id["1:batch_norm#0"]
+    assert dropout.private_saved_bytes == 64 * 32 * 4 and norm.private_saved_bytes == 2 * 32 * 4
+    assert found[dropout.timing_key, "bf16"] == found[dropout.timing_key, "fp16"] == 64 * 32 * 2
+    assert found[norm.timing_key, "bf16"] == 2 * 32 * 4
+
+
+class HandMadeNorm(nn.Module):
+    """RMS norm in plain ops: its gain's gradient is a sum over all rows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.gain * scaled.to(x.dtype)
+
+
+def test_the_scale_of_a_region_leaves_room_for_sums_over_rows() -> None:
+    """In FP16 the gradient of a gain overflows long before the gradients that it is the sum of."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), HandMadeNorm(32), nn.Linear(32, 32), HandMadeNorm(32), nn.Linear(32, 1))
+    policy = autoprec.Policy(name="half", formats=["fp32", "fp16"], objective="bytes", calibration={"steps": 2})
+    autoprec.compile(model, policy=policy, events=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(12):
+        optimizer.zero_grad()
+        (model(torch.randn(4096, 16)) + 1.0).square().mean().backward()
+        optimizer.step()
+    session = autoprec.session(model)
+    assert session.plan is not None
+    assert session.plan.format_of["1:mul#1", autoprec.Role.OUTPUT] == "fp16"
+    assert session.skipped_steps == 0 and [e.kind for e in session.events] == ["planned"]
+
+
+def test_a_cast_back_ends_a_promise() -> None:
+    """`gain * scaled.to(x.dtype)` is a product like any other; what stands between the casts keeps FP32."""
+    model = nn.Sequential(nn.Linear(8, 8), HandMadeNorm(8), nn.Linear(8, 1))
+    autoprec.compile(model, policy="bf16", events=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(9):
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+    session = autoprec.session(model)
+    executed = session.executed_formats()
+    assert executed["1:mul#0"] == "fp32" and executed["1:mul#1"] == "bf16"
+    assert session.graph is not None
+    assert [op.id for op in session.graph.ops if op.pinned] == ["1:add#0", "1:mul#0"]

@@ -8,12 +8,13 @@ alone, by one view per such edge: a cast is made for those readers, not for the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from autoprec.calibration.rows import row_weights
@@ -22,6 +23,8 @@ from autoprec.graphs import OpClass
 from autoprec.numerics.histograms import SAMPLE_LIMIT, Sample, histogram, sample, stride_for
 from autoprec.profiles import LossProfile, Profile, RangeHistogram, TensorProfile, WeightProfile
 from autoprec.tracing.bindings import Binding, OpNode
+from autoprec.tracing.checkpoints import GraphInterpreter
+from autoprec.tracing.gemms import gemm_arguments
 from autoprec.tracing.kinds import returns_float32
 
 __all__ = ["ObservingInterpreter", "StepObserver"]
@@ -115,7 +118,7 @@ class StepObserver:
         self._seen_parameters.add(fqn)
         taken = self.value(f"param:{fqn}", p)
         del taken
-        if p.requires_grad and self.sensitivities:
+        if p.requires_grad and p.numel() and self.sensitivities:
             stride = stride_for(p.shape, WEIGHT_SAMPLE_LIMIT)
             self._weight_fraction[fqn] = (-(-p.numel() // stride)) / max(p.numel(), 1)
 
@@ -201,49 +204,50 @@ class StepObserver:
         )
 
 
-class ObservingInterpreter(fx.Interpreter):
+class ObservingInterpreter(GraphInterpreter):
     """Runs a graph node by node and shows every floating-point value to a `StepObserver`.
 
-    `origin` maps the nodes of a rewritten graph to the captured ones that they stand for; None for the captured graph
-    itself.
+    `module` and `origin` are those of the captured graph or of its rewritten form.
     """
 
     def __init__(
         self,
         module: fx.GraphModule,
+        origin: Mapping[fx.Node, fx.Node],
         binding: Binding,
         observer: StepObserver,
-        origin: Mapping[fx.Node, fx.Node] | None = None,
+        *,
+        rewritten: bool = False,
     ) -> None:
-        super().__init__(module, garbage_collect_values=True)
-        self.binding, self.observer, self.origin = binding, observer, origin
+        super().__init__(module, origin)
+        self.binding, self.observer, self.rewritten = binding, observer, rewritten
         self.op_of = binding.op_of
-        self.mixed = _mixed_readers(binding) if origin is None else set()
+        self.mixed = set() if rewritten else _mixed_readers(binding)
         self._taken: dict[fx.Node, Sample] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node and show its result to the observer."""
-        captured = n if self.origin is None else self.origin.get(n)
+        captured = self.origin.get(n)
         op = self.op_of.get(captured) if captured is not None else None
         structure = self.observer.structure
         if op is None:
-            result = self._run_plain(n)
+            result = self._run_plain(n, captured)
         elif structure is None:
             result = self._run_op(n, op)
+        elif op.transformed:
+            result = self._run_op(n, op)
+            structure.unseen(op)
         else:
-            with structure.saving(op):
+            with structure.saving():
                 result = self._run_op(n, op)
-            structure.op(op, self._arguments(n), result)
+            structure.op(op, self.fetch_args_kwargs_from_env(n), result)
         return result
 
-    def _arguments(self, n: fx.Node) -> tuple[Any, Any]:
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        return args, kwargs
-
-    def _run_plain(self, n: fx.Node) -> Any:
+    def _run_plain(self, n: fx.Node, captured: fx.Node | None) -> Any:
         result = super().run_node(n)
-        if n.op == "placeholder" and isinstance(result, Tensor):
-            captured = n if self.origin is None else self.origin.get(n, n)
+        if self.inside:  # what enters and leaves a body is seen outside of it
+            return result
+        if n.op == "placeholder" and isinstance(result, Tensor) and captured is not None:
             self._placeholder(captured, result)
         elif n.op == "output":
             for y in result if isinstance(result, (tuple, list)) else (result,):
@@ -251,63 +255,64 @@ class ObservingInterpreter(fx.Interpreter):
                     self.observer.output(y)
         return result
 
-    def _placeholder(self, n: fx.Node, x: Tensor) -> None:
+    def _placeholder(self, captured: fx.Node, x: Tensor) -> None:
         if self.observer.structure is not None:
-            self.observer.structure.placeholder(self.binding, n, x)
+            self.observer.structure.placeholder(self.binding, captured, x)
         if not x.is_floating_point():
             return
-        if n in self.binding.parameters:
-            self.observer.parameter(self.binding.parameters[n], x)
-        elif n in self.binding.tensor_id:
-            self._taken[n] = self.observer.value(self.binding.tensor_id[n], x, through_edges=n in self.mixed)
+        if captured in self.binding.parameters:
+            self.observer.parameter(self.binding.parameters[captured], x)
+        elif captured in self.binding.tensor_id:
+            tensor_id = self.binding.tensor_id[captured]
+            self._taken[captured] = self.observer.value(tensor_id, x, through_edges=captured in self.mixed)
 
     def _run_op(self, n: fx.Node, op: OpNode) -> Any:
-        gemm = self.origin is None and op.op_class is OpClass.GEMM and bool(op.weights)
-        x_node = op.inputs[0][0] if gemm else None
-        if x_node is None:
+        if self.rewritten or op.gemm is None:
             result = super().run_node(n)
-        else:
-            with self._edge_view(x_node):
-                result = super().run_node(n)
-        self._observe_results(n, op, result)
-        if x_node is not None and x_node in self._taken:
-            arguments = _named_arguments(n, *self._arguments(n))
-            self.observer.gemm(op.kind, arguments, self._taken[x_node], arguments["input"], result, op.outputs[0])
+            self._observe_results(op, result)
+            return result
+        x_node = op.gemm.input
+        with self._edge_view(n.all_input_nodes[op.node.all_input_nodes.index(x_node)], x_node):
+            result = super().run_node(n)
+        self._observe_results(op, result)
+        if x_node in self._taken:
+            arguments = gemm_arguments(op.kind, *self.fetch_args_kwargs_from_env(n))
+            with self._unseen():
+                self.observer.gemm(op.kind, arguments, self._taken[x_node], arguments["input"], result, op.outputs[0])
         return result
 
+    def _unseen(self) -> AbstractContextManager[object]:
+        """A selective checkpoint counts the ops that run inside it; those of the observer are not among them."""
+        return _disable_current_modes() if self.inside else nullcontext()
+
     @contextmanager
-    def _edge_view(self, x_node: fx.Node) -> Iterator[None]:
+    def _edge_view(self, here: fx.Node, x_node: fx.Node) -> Iterator[None]:
         """While the GEMM runs, its input is a view of its own, so that the gradient along this edge is seen."""
-        x = self.env[x_node]
+        x = self.env[here]
         if x_node not in self.mixed or not x.requires_grad or not torch.is_grad_enabled() or x_node not in self._taken:
             yield
             return
         view = x.view_as(x)
         record = self.observer.edge(self.binding.tensor_id[x_node], self._taken[x_node])
         self.observer._on_gradient(view, record)
-        self.env[x_node] = view
+        self.env[here] = view
         try:
             yield
         finally:
-            self.env[x_node] = x
+            self.env[here] = x
 
-    def _observe_results(self, n: fx.Node, op: OpNode, result: Any) -> None:
+    def _observe_results(self, op: OpNode, result: Any) -> None:
         captured = op.node
         values = result if isinstance(result, (tuple, list)) else (result,)
+        shown = op.op_class is not OpClass.VIEW or op.inplace is not None or not self.rewritten
         for tensor_id, y in zip(op.outputs, (v for v in values if isinstance(v, Tensor)), strict=False):
-            if y.is_floating_point() and (
-                op.op_class is not OpClass.VIEW or op.inplace is not None or self.origin is None
-            ):
-                taken = self.observer.value(tensor_id, y, through_edges=captured in self.mixed)
+            if shown and y.is_floating_point() and not op.transformed:
+                with self._unseen():
+                    taken = self.observer.value(tensor_id, y, through_edges=captured in self.mixed)
                 if tensor_id == op.outputs[0]:
                     self._taken[captured] = taken
                     if op.inplace is not None:  # later readers see the changed values
                         self._taken[op.inplace] = taken
-
-
-def _named_arguments(n: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _mixed_readers(binding: Binding) -> set[fx.Node]:
@@ -315,9 +320,9 @@ def _mixed_readers(binding: Binding) -> set[fx.Node]:
     ops = binding.op_of
     mixed = set()
     for op in binding.ops:
-        if op.op_class is OpClass.GEMM and op.weights:
-            x = op.inputs[0][0]
-            others = [u for u in x.users if not (u in ops and ops[u].op_class is OpClass.GEMM and ops[u].weights)]
+        if op.gemm is not None:
+            x = op.gemm.input
+            others = [u for u in x.users if u not in ops or ops[u].gemm is None]
             if others and returns_float32(x.meta.get("example_value")):
                 mixed.add(x)
     return mixed

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import grad as conv_grad
 
+from autoprec.numerics.gemm import rows_of
 from autoprec.numerics.histograms import Sample
 
 __all__ = ["RowWeights", "row_weights"]
@@ -29,19 +30,19 @@ class RowWeights(Protocol):
 
 
 def row_weights(kind: str, arguments: dict[str, Any], x: Tensor, y_shape: torch.Size) -> RowWeights:
-    """For a linear or a convolution called with `arguments` (named as in torch.nn.functional) on input `x`."""
-    if kind == "linear":
-        return _LinearRows(x, y_shape)
-    return _ConvRows(kind, arguments, x, y_shape)
+    """For a product with a weight called with `arguments` (named as in torch.nn.functional) on input `x`."""
+    if kind.startswith("conv"):
+        return _ConvRows(kind, arguments, x, y_shape)
+    return _LinearRows(x, y_shape)
 
 
 class _LinearRows:
     def __init__(self, x: Tensor, y_shape: torch.Size) -> None:
         self._x_length, self._y_length = x.shape[-1], y_shape[-1]
-        self._x_rows = x.reshape(-1, self._x_length).double().square().sum(1)
+        self._x_rows = rows_of(x).double().square().sum(1)
 
     def for_input(self, g: Tensor, taken: Sample) -> Tensor:
-        rows = g.reshape(-1, self._y_length).double().square().sum(1)
+        rows = rows_of(g).double().square().sum(1)
         return rows[taken.rows(self._x_length)]
 
     def for_gradient(self, taken: Sample) -> Tensor:

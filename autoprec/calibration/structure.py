@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from autoprec.graphs import Op, OpClass, OpGraph, TensorKind, TensorSpec
 from autoprec.tracing.bindings import Binding, OpNode
+from autoprec.tracing.kinds import FUNCTION, GROUPED
 
 __all__ = ["StructureRecorder", "TensorMeta", "TimingCase", "flops_of"]
 
@@ -46,6 +47,9 @@ class _Kept:
     flops: int = 0
 
 
+_NO_HOOKS = (Tensor.detach, lambda x: x)
+
+
 class StructureRecorder:
     """Mutable record of one training step; `graph()` at its end."""
 
@@ -54,7 +58,7 @@ class StructureRecorder:
         self._tensors: dict[str, TensorSpec] = {}
         self._owner_of_storage: dict[int, str] = {}
         self._parameters: set[int] = set()
-        self._alive: list[Tensor] = []
+        self._pending: list[Tensor] = []
         self.cases: dict[str, TimingCase] = {}
         self.input_bytes = 0
 
@@ -88,15 +92,18 @@ class StructureRecorder:
             )
 
     @contextmanager
-    def saving(self, op: OpNode) -> Iterator[None]:
-        """While `op` runs, note what autograd keeps for its backward."""
+    def saving(self) -> Iterator[None]:
+        """While an op runs, note what autograd keeps for its backward; hooks that are in force (a checkpoint's, the
+        user's own) go on doing their work."""
         kept: list[Tensor] = []
+        outer_pack, outer_unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or _NO_HOOKS
 
-        def pack(x: Tensor) -> Tensor:
-            kept.append(x.detach())
-            return x.detach()
+        def pack(x: Tensor) -> Any:
+            if type(x) in (Tensor, nn.Parameter):  # torch.cond traces its branches with fake tensors when it runs
+                kept.append(x.detach())
+            return outer_pack(x)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(pack, outer_unpack):
             yield
         self._pending = kept
 
@@ -113,13 +120,19 @@ class StructureRecorder:
         values = [v for v in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(v, Tensor)]
         base = op.inputs[0][1] if op.inputs and (op.op_class is OpClass.VIEW or op.inplace is not None) else None
         for tensor_id, y in zip(op.outputs, values, strict=False):
-            shares = base is not None and _pointer(y) in self._owner_of_storage
+            shares = base is not None and any(_pointer(y) == _pointer(x) for x in tensors_of(arguments))
             self._tensor(tensor_id, y, TensorKind.ACTIVATION, base if shares else None)
             if not shares:
                 self._owner_of_storage[_pointer(y)] = tensor_id
+        if op.kind == FUNCTION:  # what its forward body saves, no hook sees
+            self._pending = [x for x in tensors_of(arguments) if x.is_floating_point()]
         if record.calls == 1:
             self._saved(record)
         self._pending = []
+
+    def unseen(self, op: OpNode) -> None:
+        """An op inside a torch.func transform: it is listed, but its tensors have no bytes of their own."""
+        self._ops.setdefault(op.id, _Kept(op=op)).calls += 1
 
     def _saved(self, record: _Kept) -> None:
         op = record.op
@@ -130,7 +143,6 @@ class StructureRecorder:
             if pointer in seen or pointer in self._parameters or x.numel() == 0:
                 continue
             seen.add(pointer)
-            self._alive.append(x)  # its address must not be handed out again while we compare addresses
             owner = self._owner_of_storage.get(pointer)
             match = next((t for t in own if t == owner or self._shares(t, owner)), None)
             if match is not None:
@@ -148,8 +160,7 @@ class StructureRecorder:
         return False
 
     def release(self) -> None:
-        """Let go of the tensors that were kept to compare addresses."""
-        self._alive.clear()
+        """Forget the addresses, which mean nothing after the step."""
         self._owner_of_storage.clear()
 
     def graph(
@@ -162,9 +173,9 @@ class StructureRecorder:
                 kind=k.op.kind,
                 op_class=k.op.op_class,
                 fqn=k.op.fqn,
-                # Results of ops on integers alone are not recorded.
+                # Results of ops on integers alone, and those inside transforms, are not recorded.
                 inputs=tuple(i for _, i in k.op.inputs if i in self._tensors),
-                outputs=k.op.outputs,
+                outputs=tuple(i for i in k.op.outputs if i in self._tensors),
                 weights=k.op.weights,
                 flops=k.flops,
                 saves=tuple(k.saves),
@@ -172,6 +183,7 @@ class StructureRecorder:
                 pinned=k.op.pinned,
                 timing_key=k.timing_key,
                 calls=k.calls,
+                checkpoints=k.op.checkpoints,
             )
             for k in self._ops.values()
         )
@@ -222,19 +234,26 @@ def timing_key(op: OpNode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str
             return f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}{dense}{'' if v.requires_grad else '!'}"
         if isinstance(v, (tuple, list)):
             return "(" + ",".join(describe(e) for e in v) + ")"
-        return repr(v)
+        return v.code if isinstance(v, fx.GraphModule) else repr(v)
 
     parts = [describe(a) for a in args] + [f"{k}={describe(v)}" for k, v in sorted(kwargs.items())]
     how = "".join(("", " in place")[op.inplace is not None] + ("", " pinned")[op.pinned])
+    how += f" recomputed {len(op.checkpoints)}" if op.checkpoints else ""
     return f"{op.kind}({', '.join(parts)}) {op.op_class.value}{how}"
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Every tensor in nested arguments."""
+    found: list[Tensor] = []
+    fx.node.map_aggregate(tree, lambda a: found.append(a) if isinstance(a, Tensor) else None)
+    return found
 
 
 def flops_of(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Multiplications and additions of the forward pass of the ops that matter; 0 for the rest."""
-    tensors: list[Tensor] = []
-    fx.node.map_aggregate((args, kwargs), lambda a: tensors.append(a) if isinstance(a, Tensor) else None)
-    if kind in ("linear", "matmul", "bmm", "mm") and isinstance(result, Tensor):
-        return 2 * result.numel() * tensors[0].shape[-1]
+    tensors = tensors_of((args, kwargs))
+    if kind in ("linear", "matmul", "bmm", "mm", "addmm", *GROUPED) and isinstance(result, Tensor):
+        return 2 * result.numel() * tensors[kind == "addmm"].shape[-1]
     if kind.startswith("conv") and isinstance(result, Tensor):
         return 2 * result.numel() * math.prod(tensors[1].shape[1:])
     if kind == "scaled_dot_product_attention":

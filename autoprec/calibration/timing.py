@@ -1,7 +1,8 @@
 """Seconds of each distinct op in each format, measured once on the device at hand, with the arithmetic that will run.
 
-GEMMs with a weight are timed role by role; other ops forward and backward together, as their `output` role. Medians of
-a few repeats after a warm-up; equal layers share a timing key and are timed once.
+GEMMs with a weight are timed role by role; other ops forward and backward together, as their `output` role. What an
+activation checkpoint recomputes runs forward as often as in a step. Medians of a few repeats after a warm-up; equal
+layers share a timing key and are timed once.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx
 
-from autoprec.calibration.structure import TensorMeta, TimingCase
+from autoprec.calibration.structure import TensorMeta, TimingCase, tensors_of
 from autoprec.devices import CastTiming, Device, OpTiming
 from autoprec.graphs import OpClass, Role
 from autoprec.numerics.dtypes import dtype_of, native_formats
-from autoprec.numerics.gemm import conv, linear, matmul
+from autoprec.numerics.gemm import conv, grouped_linear, linear, matmul
 from autoprec.numerics.norms import norm
 from autoprec.numerics.packing import decode_e4m3, encode_e4m3
 from autoprec.numerics.specs import NORM_SIGNATURE, conv_options, fit_scalars, gemm_spec, norm_call
-from autoprec.tracing.kinds import CONVS, out_of_place
+from autoprec.tracing.gemms import gemm_arguments
+from autoprec.tracing.kinds import CONVS, GROUPED, out_of_place
 
 __all__ = ["measure_casts", "time_ops"]
 
@@ -122,8 +124,10 @@ def _candidates(case: TimingCase, formats: Iterable[str]) -> tuple[str, ...]:
 
 def _time_case(key: str, case: TimingCase, formats: Sequence[str], device_type: str) -> list[OpTiming]:
     runs: dict[tuple[Role, str], Callable[[], object]] = {}
+    private: dict[tuple[Role, str], int] = {}
     for fmt in formats:
-        for role, run in _role_runs(case, fmt, device_type).items():
+        found, private[(Role.OUTPUT, fmt)] = _role_runs(case, fmt, device_type)
+        for role, run in found.items():
             runs[(role, fmt)] = run
     seconds = _rounds(runs, torch.device(device_type))
     return [
@@ -132,6 +136,7 @@ def _time_case(key: str, case: TimingCase, formats: Sequence[str], device_type: 
             role=role.value,
             format=fmt,
             seconds=_significant(taken, seconds.get((role, "fp32"), taken)),
+            private_saved_bytes=private.get((role, fmt)),
         )
         for (role, fmt), taken in seconds.items()
     ]
@@ -142,18 +147,28 @@ def _significant(seconds: float, fp32: float) -> float:
     return fp32 if abs(seconds - fp32) <= _NOISE_FRAC * fp32 else seconds
 
 
-def _role_runs(case: TimingCase, fmt: str, device_type: str) -> dict[Role, Callable[[], object]]:
-    """What to time for each role. Ops that are not weighted GEMMs have one role: forward and backward together."""
-    forward, leaves = _callable(case, fmt, device_type)
+def _role_runs(case: TimingCase, fmt: str, device_type: str) -> tuple[dict[Role, Callable[[], object]], int]:
+    """What to time for each role, and the bytes that the op keeps privately. Ops that are not products with a parameter
+    have one role: forward and backward together."""
+    forward, leaves, given = _callable(case, fmt, device_type)
 
-    def without_graph() -> object:
+    def without_graph() -> None:
         with torch.no_grad():
-            return forward()
+            for _ in range(1 + len(case.op.checkpoints)):
+                forward()
 
-    with torch.enable_grad():
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         y = forward()
+    known = {t.untyped_storage().data_ptr() for t in (*given, *tensors_of(y))}
+    private = sum(size for pointer, size in kept.items() if pointer not in known)
     if not (isinstance(y, Tensor) and y.requires_grad):
-        return {Role.OUTPUT: without_graph}
+        return {Role.OUTPUT: without_graph}, private
     g = torch.randn(y.shape, device=y.device).to(y.dtype)
 
     def backward(wanted: Sequence[Tensor]) -> Callable[[], object]:
@@ -162,64 +177,80 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> dict[Role, Calla
             return lambda: None
         return lambda: torch.autograd.grad(y, live, g, retain_graph=True, allow_unused=True)
 
-    if case.op.op_class is OpClass.GEMM and case.op.weights:
+    if case.op.gemm is not None:
         x, *parameters = leaves
-        return {
+        roles = {
             Role.OUTPUT: without_graph,
             Role.GRAD_INPUT: backward([x]),
             Role.GRAD_WEIGHT: backward(parameters),
         }
+        return roles, private
     whole = backward(leaves)
-    return {Role.OUTPUT: lambda: (without_graph(), whole())}
+    return {Role.OUTPUT: lambda: (without_graph(), whole())}, private
 
 
-def _callable(case: TimingCase, fmt: str, device_type: str) -> tuple[Callable[[], Any], list[Tensor]]:
-    """A function that runs the op in `fmt`, and the tensors whose gradients it gives."""
+def _callable(case: TimingCase, fmt: str, device_type: str) -> tuple[Callable[[], Any], list[Tensor], list[Tensor]]:
+    """A function that runs the op in `fmt`, the tensors whose gradients it gives, and all that it is given."""
     op, node, dtype = case.op, case.op.node, dtype_of(fmt)
     leaves: list[Tensor] = []
-    weighted = op.op_class is OpClass.GEMM and bool(op.weights)
-    first = True
+    given: list[Tensor] = []
 
     def make(v: Any) -> Any:
-        nonlocal first
         if not isinstance(v, TensorMeta):
             return v
         x = _like(v)
         if x.dtype is torch.float32:
-            keeps_fp32 = (weighted and not first) or (op.op_class is OpClass.NORM and not first)
-            if not keeps_fp32:
+            keeps_fp32 = bool(leaves) and op.op_class is OpClass.NORM
+            if op.gemm is None and not keeps_fp32:
                 x = x.to(dtype)
-            first = False
             x.requires_grad_(v.requires_grad and x.dtype.is_floating_point)
             leaves.append(x)
+        given.append(x)
         return x
 
     args, kwargs = fx.node.map_aggregate(case.args, make), fx.node.map_aggregate(case.kwargs, make)
     args, kwargs = fit_scalars(op.kind, args, fmt), fit_scalars(op.kind, kwargs, fmt)
-    if weighted and fmt != "fp32":
-        names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-        named = dict(zip(names, args, strict=False)) | kwargs
-        spec = gemm_spec({Role.OUTPUT: fmt}, device_type)
+    if op.gemm is not None:
+        named = gemm_arguments(op.kind, args, kwargs)
         x, w, b = named["input"], named["weight"], named.get("bias")
-        if op.kind in CONVS:
-            options = conv_options(op.kind, named)
-            return lambda: conv(x, w, b, None, spec, options), leaves
-        return lambda: linear(x, w, b, None, spec), leaves
+        x = x.detach().to(dtype).requires_grad_(x.requires_grad)
+        leaves[:] = [x, w] if b is None else [x, w, b]
+        given.append(x)
+        if fmt != "fp32":
+            spec = gemm_spec({Role.OUTPUT: fmt}, device_type)
+            if op.kind in CONVS:
+                options = conv_options(op.kind, named)
+                return lambda: conv(x, w, b, None, spec, options), leaves, given
+            if op.kind in GROUPED:
+                offs = _even(named["offs"], x.shape[0])
+                return lambda: grouped_linear(x, w, offs, None, spec), leaves, given
+            weight = w.t() if op.gemm.transposed else w
+            return lambda: linear(x, weight, b, None, spec), leaves, given
+        own = {id(named["input"]): x}
+        if op.kind in GROUPED:
+            own[id(named["offs"])] = _even(named["offs"], x.shape[0])
+        args, kwargs = fx.node.map_aggregate((args, kwargs), lambda v: own.get(id(v), v))
     if op.op_class is OpClass.GEMM and op.kind != "scaled_dot_product_attention" and fmt != "fp32":
         spec = gemm_spec({Role.OUTPUT: fmt}, device_type)
-        return lambda: matmul(leaves[0], leaves[-1], spec), leaves
+        return lambda: matmul(leaves[0], leaves[-1], spec), leaves, given
     if op.op_class is OpClass.NORM and fmt == "fp16":
         named = dict(zip(NORM_SIGNATURE.get(op.kind, ()), args, strict=False)) | kwargs
         call = norm_call(op.kind, named, 0)
         if call is not None:
             x, *others = (named.get(n) for n in ("input", "weight", "bias", "running_mean", "running_var"))
-            return lambda: norm(x, *others, call), leaves
+            return lambda: norm(x, *others, call), leaves, given
     target = node.target
     if op.functional:
         target, args, kwargs = out_of_place(op.kind, target, args, kwargs)
     if isinstance(target, str):
-        return lambda: getattr(args[0], target)(*args[1:], **kwargs), leaves
-    return lambda: target(*args, **kwargs), leaves
+        return lambda: getattr(args[0], target)(*args[1:], **kwargs), leaves, given
+    return lambda: target(*args, **kwargs), leaves, given
+
+
+def _even(offs: Tensor, rows: int) -> Tensor:
+    """Ends of groups of equal size."""
+    ends = torch.arange(1, len(offs) + 1, device=offs.device) * rows // len(offs)
+    return ends.to(offs.dtype)
 
 
 def _like(meta: TensorMeta) -> Tensor:

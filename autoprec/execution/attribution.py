@@ -32,9 +32,13 @@ def investigate(
 
     `bad` names the parameters whose gradients were not finite, for when no replay shows an offender.
     """
-    found, cause = _first(calls, slots, buffers)
+    what = f"non-finite gradient of {', '.join(bad[:3]) or 'a parameter'}"
+    try:
+        found, cause = _first(calls, slots, buffers)
+    except RuntimeError as error:  # naming the culprit must not end a run that the veto has saved
+        return Incident(op="", cause="", evidence=f"{what}; the replay that names the op failed: {error}"[:500])
     if found is None:
-        return Incident(op="", cause="", evidence=f"non-finite gradient of {', '.join(bad[:3]) or 'a parameter'}")
+        return Incident(op="", cause="", evidence=what)
     what = "result" if found.where == "forward" else "gradient"
     origin = "its inputs were finite" if found.inputs_finite else "what it was given was not finite already"
     evidence = (
@@ -50,12 +54,13 @@ def _first(
     by_binding = {id(slot.binding): slot for slot in slots}
     for record in calls:
         slot = by_binding[id(record.binding)]
-        found = first_offence(record, slot.module, buffers, slot.origin)
+        found = first_offence(record, slot.module, slot.origin, buffers)
         if found is None:
             continue
         if slot.rewritten is None or slot.plan is None:
             return found, ""
-        plain = first_offence(record, record.binding.template.module, buffers)
+        template = record.binding.template
+        plain = first_offence(record, template.module, template.flat.origin, buffers)
         if plain is not None and plain.op == found.op:
             return found, ""
         return _blame(found, record.binding, slot.plan)

@@ -1,16 +1,21 @@
 """Where a training step ends: torch's own optimizer hooks, and GradScaler updates that skipped a step.
 
-Installed once in the process while any session lives; each session is asked whether the optimizer is one of its own.
+Installed once in the process while any session lives. An optimizer may step the parameters of several models: its step
+is good only if it is good for all of them.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+
+from autoprec.execution.guard import OptimizerSnapshot, PutAside, calls_closure_once, is_torchs_own
 
 __all__ = ["StepListener", "listen", "unlisten"]
 
@@ -18,21 +23,42 @@ __all__ = ["StepListener", "listen", "unlisten"]
 class StepListener(Protocol):
     """What is told about optimizer steps."""
 
-    def before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Called before a step; may replace its arguments (the closure)."""
+    def owns(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer steps a parameter of this model."""
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Called after a step."""
+    def gradients_are_good(self, optimizer: Optimizer) -> bool:
+        """Called when gradients are complete, before the update. May raise."""
 
-    def after_scaler_update(self) -> None:
-        """Called after a `GradScaler.update`."""
+    def veto(self, *, own: bool) -> None:
+        """The update will not happen; `own` tells whether this model's gradients are to blame. May raise."""
+
+    def abort(self) -> None:
+        """A listener raised: the step is over, with everything as it was before it."""
+
+    def end(self) -> None:
+        """The step is over."""
+
+    def found_bad(self) -> bool:
+        """Whether a gradient of the step in progress is not finite."""
+
+    def skipped(self, *, bad: bool) -> None:
+        """A GradScaler skipped the step of an optimizer that this listener owns; `bad` if any owner found it bad."""
 
 
+@dataclass
+class _Step:
+    """An optimizer's step in progress."""
+
+    snapshot: OptimizerSnapshot | None = None
+    aside: list[PutAside] = field(default_factory=list)
+
+
+_steps: dict[int, _Step] = {}
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 _handles: list[RemovableHandle] = []
-_scaler_update: Any = None
+_scaler_methods: dict[str, Any] = {}
+_stepped: set[int] = set()
+_skipped: list[Optimizer] = []
 
 
 def listen(listener: StepListener) -> None:
@@ -50,40 +76,96 @@ def unlisten(listener: StepListener) -> None:
 
 
 def _install() -> None:
-    global _scaler_update
     _remove()
     _handles.append(register_optimizer_step_pre_hook(_before))
     _handles.append(register_optimizer_step_post_hook(_after))
     # A step that a GradScaler skips calls no optimizer, and GradScaler has no hooks of its own.
-    original = _scaler_update = torch.amp.GradScaler.update
+    step, update = torch.amp.GradScaler.step, torch.amp.GradScaler.update
+    _scaler_methods.update(step=step, update=update)
 
-    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        for listener in list(_listeners):
-            listener.after_scaler_update()
+    def watched_step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        _stepped.discard(id(optimizer))
+        result = step(self, optimizer, *args, **kwargs)
+        if id(optimizer) not in _stepped:
+            _skipped.append(optimizer)
         return result
 
-    torch.amp.GradScaler.update = update  # type: ignore[method-assign]
+    def watched_update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = update(self, *args, **kwargs)
+        skipped = _skipped[:]
+        _skipped.clear()
+        for optimizer in skipped:
+            owners = _owners(optimizer)
+            bad = any([owner.found_bad() for owner in owners])
+            for owner in owners:
+                owner.skipped(bad=bad)
+        return result
+
+    torch.amp.GradScaler.step = watched_step  # type: ignore[method-assign]
+    torch.amp.GradScaler.update = watched_update  # type: ignore[method-assign]
 
 
 def _remove() -> None:
-    global _scaler_update
     while _handles:
         _handles.pop().remove()
-    if _scaler_update is not None:
-        torch.amp.GradScaler.update = _scaler_update  # type: ignore[method-assign]
-        _scaler_update = None
+    for name, method in _scaler_methods.items():
+        setattr(torch.amp.GradScaler, name, method)
+    _scaler_methods.clear()
+
+
+def _owners(optimizer: Optimizer) -> list[StepListener]:
+    return [listener for listener in list(_listeners) if listener.owns(optimizer)]
 
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    replaced = None
-    for listener in list(_listeners):
-        result = listener.before_step(optimizer, args, kwargs)
-        if result is not None:
-            args, kwargs = replaced = result
-    return replaced
+    owners = _owners(optimizer)
+    if not owners:
+        return None
+    step = _steps[id(optimizer)] = _Step()
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        _judge(optimizer, owners, step)
+        return None
+    if not calls_closure_once(optimizer):
+        step.snapshot = OptimizerSnapshot(optimizer)
+
+    def guarded() -> Any:
+        # The backward pass is inside the closure, so the verdict can only come after it.
+        with torch.enable_grad():
+            loss = closure()
+        _judge(optimizer, owners, step)
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": guarded}
+    return (args[0], guarded, *args[2:]), kwargs
+
+
+def _judge(optimizer: Optimizer, owners: Sequence[StepListener], step: _Step) -> None:
+    """Ask every owner; one bad verdict vetoes the step for all."""
+    try:
+        bad = [owner for owner in owners if not owner.gradients_are_good(optimizer)]
+        if not bad:
+            return
+        for owner in owners:
+            owner.veto(own=owner in bad)
+    except BaseException:
+        _steps.pop(id(optimizer), None)
+        for owner in owners:
+            owner.abort()
+        raise
+    if step.snapshot is None and not is_torchs_own(optimizer):
+        step.snapshot = OptimizerSnapshot(optimizer)  # who knows what it does with gradients that are None
+    step.aside.append(PutAside(optimizer))
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for listener in list(_listeners):
-        listener.after_step(optimizer)
+    step = _steps.pop(id(optimizer), None)
+    _stepped.add(id(optimizer))
+    if step is not None and step.aside:
+        if step.snapshot is not None:
+            step.snapshot.restore(optimizer)
+        for aside in reversed(step.aside):
+            aside.restore()
+    for owner in _owners(optimizer):
+        owner.end()

@@ -13,25 +13,26 @@ from autoprec.numerics.dtypes import dtype_of, format_of
 from autoprec.plans import Plan
 from autoprec.rewriting.rewrite import Rewritten
 from autoprec.tracing.bindings import Binding
+from autoprec.tracing.checkpoints import GraphInterpreter
 
 __all__ = ["CheckingInterpreter"]
 
 
-class CheckingInterpreter(fx.Interpreter):
+class CheckingInterpreter(GraphInterpreter):
     """Runs a rewritten graph once and notes the format of every op's result in `executed`.
 
     Raises `PlanError` where a planned op gives another dtype than the plan says.
     """
 
     def __init__(self, rewritten: Rewritten, binding: Binding, plan: Plan) -> None:
-        super().__init__(rewritten.module)
-        self._origin, self._op_of, self._plan = rewritten.origin, binding.op_of, plan
+        super().__init__(rewritten.module, rewritten.origin)
+        self._op_of, self._plan = binding.op_of, plan
         self.executed: dict[str, str] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node and look at the dtype of its result."""
         result = super().run_node(n)
-        captured = self._origin.get(n)
+        captured = self.origin.get(n)
         op = self._op_of.get(captured) if captured is not None else None
         if op is None or not isinstance(result, Tensor) or not result.is_floating_point():
             return result

@@ -19,7 +19,7 @@ from torch import fx, nn
 from autoprec.errors import InputError
 from autoprec.tracing.templates import Template
 
-__all__ = ["Owner", "adopt", "install", "installed", "owner_of", "release", "uninstall"]
+__all__ = ["RECOMPILE_LIMIT", "Owner", "adopt", "install", "installed", "owner_of", "release", "uninstall"]
 
 
 class Owner(Protocol):
@@ -48,7 +48,8 @@ class _Entry:
 _entries: dict[int, _Entry] = {}
 _running = threading.local()
 _numbers = itertools.count()
-_RECOMPILE_LIMIT = 64
+#: Captures of one piece of code (shapes, modes, sequence lengths) after which Dynamo runs it eager.
+RECOMPILE_LIMIT = 64
 
 
 def owner_of(parameter: nn.Parameter) -> Owner | None:
@@ -117,8 +118,9 @@ def install(model: nn.Module, owner: Owner) -> None:
             _running.owner.enter()
         try:
             # Without allow_rnn a module that holds an LSTM or GRU is not captured at all; a GRU is captured once per
-            # sequence length, so the limit after which Dynamo runs eager is raised.
-            with torch._dynamo.config.patch(allow_rnn=True, recompile_limit=_RECOMPILE_LIMIT):
+            # sequence length, so the limit after which Dynamo runs eager is raised. A frame that Dynamo fails on runs
+            # eager; the coverage law notices the parameters in it.
+            with torch._dynamo.config.patch(allow_rnn=True, recompile_limit=RECOMPILE_LIMIT, suppress_errors=True):
                 return compiled(*args, **kwargs)
         finally:
             _running.owner = before

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["BufferSnapshot", "GradientWatch", "OptimizerSnapshot", "PutAside", "calls_closure_once"]
+__all__ = ["BufferSnapshot", "GradientWatch", "OptimizerSnapshot", "PutAside", "calls_closure_once", "is_torchs_own"]
 
 
 class GradientWatch:
@@ -33,6 +33,7 @@ class GradientWatch:
         self.fresh: set[str] = set()
         self.bad: set[str] = set()
         self._flags: dict[str, Tensor] = {}
+        self._judged: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._unwatched = dict(parameters)
         self._parameters = dict(parameters)
@@ -84,11 +85,27 @@ class GradientWatch:
             self._flags.clear()
         return not self.bad
 
+    def note_gradients(self) -> None:
+        """Remember which gradients a bad verdict is about; all of the step's, where no gradient was to blame."""
+        names = [f for f in self.bad if f in self._parameters] or self.fresh
+        grads = {f: self._parameters[f].grad for f in names}
+        self._judged = {f: g for f, g in grads.items() if g is not None}
+
+    def bad_gradients_are_gone(self) -> bool:
+        """Whether the user has reset every gradient that a bad verdict was about: set to None, replaced, or zeroed.
+        (Looking for finite values is not enough: clipping makes an inf finite.) They are forgotten then."""
+        gone = all(self._parameters[f].grad is not g or not bool(g.any()) for f, g in self._judged.items())
+        if gone:
+            self.bad &= self.fresh - set(self._judged)
+            self._judged.clear()
+        return gone
+
     def clear(self) -> None:
         """A new step begins."""
         self.fresh.clear()
         self.bad.clear()
         self._flags.clear()
+        self._judged.clear()
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -194,4 +211,9 @@ class BufferSnapshot:
 
 def calls_closure_once(optimizer: Optimizer) -> bool:
     """True for torch's own optimizers other than LBFGS: they call a closure once, before they touch anything."""
-    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
+    return is_torchs_own(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+def is_torchs_own(optimizer: Optimizer) -> bool:
+    """True for the optimizers of torch.optim, which leave parameters without a gradient alone."""
+    return type(optimizer).__module__.startswith("torch.optim.")

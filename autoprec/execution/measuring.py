@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Seconds", "peak_bytes", "saved_bytes", "step_seconds"]
+__all__ = ["Seconds", "held_bytes", "peak_bytes", "saved_bytes", "step_seconds"]
 
 
 def saved_bytes(forward: Callable[[], Tensor], exclude: Iterable[Tensor]) -> int:
@@ -47,9 +48,22 @@ def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
+    return max(0, *itertools.accumulate(_allocations(step)[1]))
+
+
+def held_bytes(forward: Callable[[], object]) -> int:
+    """Bytes that are held after `forward`, while its result lives, above what was allocated before, at the allocator.
+
+    What activation checkpoints keep is among them, which no saved-tensor hook sees. CPU only.
+    """
+    _, sizes = _allocations(forward)
+    return sum(sizes)
+
+
+def _allocations(run: Callable[[], object]) -> tuple[object, list[int]]:
+    """What `run` returns, and its CPU allocations (negative: releases) in the order of time."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-    current = highest = 0
+        result = run()
     # The timeline of allocations is only reachable through the event tree.
     stack = list(profile.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
     events = []
@@ -58,10 +72,7 @@ def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
         stack.extend(event.children)
         if event.tag == torch._C._profiler._EventType.Allocation:
             events.append((event.start_time_ns, event.extra_fields.alloc_size))
-    for _, size in sorted(events, key=lambda e: e[0]):
-        current += size
-        highest = max(highest, current)
-    return highest
+    return result, [size for _, size in sorted(events, key=lambda e: e[0])]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,16 +7,18 @@ outputs. Used to find the first op whose result, or whose gradient, is not finit
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autoprec.tracing.bindings import Binding, OpNode
+from autoprec.tracing.checkpoints import GraphInterpreter
 
-__all__ = ["CallRecord", "Offence", "first_offence", "record_call", "shadow", "shadow_arguments"]
+__all__ = ["CallRecord", "Offence", "first_offence", "in_backward", "record_call", "shadow", "shadow_arguments"]
 
 #: Kinds whose job is to write non-finite values.
 _MASKING = {"masked_fill", "where", "full", "full_like", "new_full", "tril", "triu", "fill", "setitem", "log"}
@@ -46,6 +48,11 @@ class Offence:
     elements: int
     inputs_finite: bool
     amax: float
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread: what runs forward now is recomputation."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def record_call(binding: Binding, arguments: Sequence[Any]) -> CallRecord:
@@ -88,31 +95,37 @@ def shadow_arguments(record: CallRecord, buffers: Mapping[int, Tensor]) -> tuple
     return tuple(copy(a) for a in record.arguments)
 
 
-class _Looking(fx.Interpreter):
-    """Notes the first op with a non-finite result, and in the backward pass the first with a non-finite gradient."""
+@dataclass
+class _Found:
+    """The first op with a non-finite result, and in the backward pass the first with a non-finite gradient."""
 
-    def __init__(
-        self, module: fx.GraphModule, binding: Binding, origin: Mapping[fx.Node, fx.Node] | None = None
-    ) -> None:
-        super().__init__(module)
-        self.op_of, self.origin = binding.op_of, origin
-        self.forward_offence: Offence | None = None
-        self.backward_offence: Offence | None = None
+    forward: Offence | None = None
+    backward: Offence | None = None
+
+
+class _Looking(GraphInterpreter):
+    """Notes offenders in `found`."""
+
+    def __init__(self, module: fx.GraphModule, origin: Mapping[fx.Node, fx.Node], binding: Binding) -> None:
+        super().__init__(module, origin)
+        self.op_of, self.found = binding.op_of, _Found()
 
     def run_node(self, n: fx.Node) -> Any:
-        captured = n if self.origin is None else self.origin.get(n, n)
-        op = self.op_of.get(captured)
+        captured = self.origin.get(n)
+        op = self.op_of.get(captured) if captured is not None else None
         result = super().run_node(n)
-        if op is not None:
-            self._look(n, op, result)
+        if op is not None and not op.transformed:
+            # Inside a checkpoint nothing that looks may be counted, or saved for the backward pass.
+            with _disable_current_modes() if self.inside else nullcontext():
+                self._look(n, op, result)
         return result
 
     def _look(self, n: fx.Node, op: OpNode, result: Any) -> None:
         values = [v for v in (result if isinstance(result, (tuple, list)) else (result,)) if _is_float(v)]
         for y in values:
-            if self.forward_offence is None and op.kind not in _MASKING and not bool(y.isfinite().all()):
+            if self.found.forward is None and op.kind not in _MASKING and not bool(y.detach().isfinite().all()):
                 args, kwargs = self.fetch_args_kwargs_from_env(n)
-                self.forward_offence = _offence(op, "forward", y, _floats((args, kwargs)))
+                self.found.forward = _offence(op, "forward", y, _floats((args, kwargs)))
             if y.requires_grad and not y.is_leaf:
                 self._watch_gradient(n, op, y)
 
@@ -124,8 +137,8 @@ class _Looking(fx.Interpreter):
 
     def _look_back(self, op: OpNode, g: Tensor) -> None:
         # The readers of a value are heard in the order of its hooks; the first of them in the program is named.
-        if self.backward_offence is None and not bool(g.isfinite().all()):
-            self.backward_offence = _offence(op, "backward", g, [])
+        if self.found.backward is None and not bool(g.isfinite().all()):
+            self.found.backward = _offence(op, "backward", g, [])
 
 
 def _is_float(v: Any) -> bool:
@@ -145,7 +158,7 @@ def _offence(op: OpNode, where: str, y: Tensor, inputs: Sequence[Tensor]) -> Off
         where=where,
         nonfinite=int((~y.detach().isfinite()).sum()),
         elements=y.numel(),
-        inputs_finite=all(bool(x.isfinite().all()) for x in inputs),
+        inputs_finite=all(bool(x.detach().isfinite().all()) for x in inputs),
         amax=max((float(x.abs().max()) for x in finite if x.numel()), default=0.0),
     )
 
@@ -153,22 +166,22 @@ def _offence(op: OpNode, where: str, y: Tensor, inputs: Sequence[Tensor]) -> Off
 def first_offence(
     record: CallRecord,
     module: fx.GraphModule,
+    origin: Mapping[fx.Node, fx.Node],
     buffers: Mapping[int, Tensor],
-    origin: Mapping[fx.Node, fx.Node] | None = None,
 ) -> Offence | None:
     """Replay a call through `module` (the captured graph or its rewritten form) and name the first offender.
 
     The forward pass is looked at first; the backward pass only if the forward pass stayed finite.
     """
-    looking = _Looking(module, record.binding, origin)
+    looking = _Looking(module, origin, record.binding)
     arguments = shadow_arguments(record, buffers)
     with shadow(record), torch.enable_grad():
         outputs = looking.run(*arguments)
-        if looking.forward_offence is not None:
-            return looking.forward_offence
+        if looking.found.forward is not None:
+            return looking.found.forward
         outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
         pairs = [(outputs[i], g) for i, g in record.output_gradients.items() if outputs[i].requires_grad]
         leaves = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
         if pairs and leaves:
             torch.autograd.grad([y for y, _ in pairs], leaves, [g.to(y.dtype) for y, g in pairs], allow_unused=True)
-    return looking.backward_offence
+    return looking.found.backward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,9 +48,9 @@ class Slot:
         return self.binding.template.module if self.rewritten is None else self.rewritten.module
 
     @property
-    def origin(self) -> dict[fx.Node, fx.Node] | None:
-        """Captured node of each node that runs, None where they are the same."""
-        return None if self.rewritten is None else self.rewritten.origin
+    def origin(self) -> Mapping[fx.Node, fx.Node]:
+        """The flat node that each node that runs stands for."""
+        return self.binding.template.flat.origin if self.rewritten is None else self.rewritten.origin
 
     def run(self, arguments: Sequence[Any]) -> Any:
         """Run it; the first run of a rewritten graph is checked against the plan."""

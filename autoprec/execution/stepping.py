@@ -1,26 +1,19 @@
 """One training step from its first forward to its end: coverage, the verdict, the veto.
 
-`StepGuard` knows optimizers and gradients; what a bad step means (attribution, events, plans) is its keeper's business.
+`StepGuard` knows gradients and buffers; what a bad step means (attribution, events, plans) is its keeper's business.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from autoprec.execution import boundaries
-from autoprec.execution.guard import (
-    BufferSnapshot,
-    GradientWatch,
-    OptimizerSnapshot,
-    PutAside,
-    calls_closure_once,
-)
+from autoprec.execution.guard import BufferSnapshot, GradientWatch
 
 __all__ = ["StepGuard", "StepKeeper"]
 
@@ -31,8 +24,9 @@ class StepKeeper(Protocol):
     def before_first_update(self, missed: list[str]) -> None:
         """Gradients are complete. `missed` names parameters whose gradients came from outside the captured graphs."""
 
-    def on_bad_gradients(self) -> None:
-        """The step is bad; nothing was changed yet. May raise."""
+    def on_bad_gradients(self, *, own: bool) -> None:
+        """The step is bad; nothing was changed yet. `own` is False where another model's gradients, stepped by the
+        same optimizer, are to blame. May raise."""
 
     def on_end(self, *, bad: bool) -> None:
         """The step is over; parameters, buffers and optimizer state are final."""
@@ -44,7 +38,8 @@ class StepGuard:
     Attributes:
         in_step: True from the first training forward to the end of the step.
         bad: True once the step was found bad.
-        covered: FQNs of the parameters that went through a captured graph since the last step.
+        covered: FQNs of the parameters that a captured graph was called with, or that a gradient reached through its
+            outputs, since the last step.
         optimizers: the state that they hold is asked for when planning.
     """
 
@@ -57,8 +52,6 @@ class StepGuard:
         self.bad = False
         self.covered: set[str] = set()
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._aside: dict[int, list[PutAside]] = {}
-        self._snapshots: dict[int, OptimizerSnapshot] = {}
         boundaries.listen(self)
 
     def remove(self) -> None:
@@ -82,76 +75,53 @@ class StepGuard:
         """Parameters with a fresh gradient that went through no captured graph since the last step."""
         return sorted(self.watch.fresh - self.covered)
 
-    def _owns(self, optimizer: Optimizer) -> bool:
+    def owns(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer steps a parameter of this model."""
         return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
 
-    def before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Veto a step with a non-finite gradient (called by torch's optimizer hooks)."""
-        if not self._owns(optimizer):
-            return None
+    def gradients_are_good(self, optimizer: Optimizer) -> bool:
+        """The verdict, formed once a step; coverage is checked first (called before each update)."""
         self.optimizers.add(optimizer)
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._judge(optimizer)
-            return None
-        if not calls_closure_once(optimizer):
-            self._snapshots[id(optimizer)] = OptimizerSnapshot(optimizer)
-
-        def guarded() -> Any:
-            # The backward pass is inside the closure, so the verdict can only come after it.
-            with torch.enable_grad():
-                loss = closure()
-            self._judge(optimizer)
-            return loss
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": guarded}
-        return (args[0], guarded, *args[2:]), kwargs
-
-    def _judge(self, optimizer: Optimizer) -> None:
+        if not self.in_step and self.bad and self.watch.bad_gradients_are_gone():
+            self.bad = False  # that step is over for every optimizer
         self._keeper.before_first_update(self.missed())
-        if not self.bad:
-            if self.watch.verdict() and not self._bad_buffers():
-                return
-            self._turn_bad()
-        self._aside.setdefault(id(optimizer), []).append(PutAside(optimizer))
+        return not self.bad and self.watch.verdict() and not self._bad_buffers()
 
     def _bad_buffers(self) -> bool:
         found = self.buffers.turned_nonfinite()
         self.watch.bad.update(found)
         return bool(found)
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        """End of an optimizer's step (called by torch's optimizer hooks)."""
-        if not self._owns(optimizer):
-            return
-        snapshot = self._snapshots.pop(id(optimizer), None)
-        if snapshot is not None and self.bad:
-            snapshot.restore(optimizer)
-        for aside in reversed(self._aside.pop(id(optimizer), [])):
-            aside.restore()
-        self.end()
+    def veto(self, *, own: bool) -> None:
+        """The update will not happen."""
+        if not self.bad and (own or self.in_step):
+            self.bad = True
+            self.watch.note_gradients()
+            self._keeper.on_bad_gradients(own=own)
 
-    def after_scaler_update(self) -> None:
-        """A GradScaler that skipped the step called no optimizer: the boundary is here."""
-        if self.in_step and not self.watch.verdict():
-            if not self.bad:
-                self._turn_bad()
+    def abort(self) -> None:
+        """The keeper of this or of another model raised: the step is over, with everything as it was before it."""
+        self.buffers.restore()
+        self.in_step = self.bad = False
+        self.watch.clear()
+        self.covered.clear()
+
+    def skipped(self, *, bad: bool) -> None:
+        """A GradScaler skipped the step of an optimizer, which was not called: the boundary is here. `bad` tells
+        whether gradients of any model that it steps were not finite."""
+        if self.in_step and bad:
+            self._veto_alone(own=not self.watch.verdict())
             self.end()
 
-    def _turn_bad(self) -> None:
-        """The keeper may raise; the step is over then, with everything as it was before it."""
-        self.bad = True
+    def found_bad(self) -> bool:
+        """Whether a gradient of the step in progress is not finite."""
+        return self.in_step and not self.watch.verdict()
+
+    def _veto_alone(self, *, own: bool = True) -> None:
         try:
-            self._keeper.on_bad_gradients()
+            self.veto(own=own)
         except BaseException:
-            self.buffers.restore()
-            self.in_step = self.bad = False
-            self.watch.clear()
-            self.covered.clear()
-            self._snapshots.clear()
+            self.abort()
             raise
 
     def end_by_hand(self) -> None:
@@ -159,7 +129,7 @@ class StepGuard:
         if self.in_step or self.watch.fresh:
             self._keeper.before_first_update(self.missed())
             if not self.bad and (not self.watch.verdict() or self._bad_buffers()):
-                self._turn_bad()
+                self._veto_alone()
             self.end()
 
     def end(self) -> None:

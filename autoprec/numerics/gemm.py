@@ -19,7 +19,17 @@ from torch.autograd.function import once_differentiable
 
 from autoprec.numerics.packing import Packed, decode_e4m3, encode_e4m3, pack_bits, unpack_bits
 
-__all__ = ["ConvOptions", "GemmSpec", "conv", "keep", "linear", "matmul", "relu_keeping_bits"]
+__all__ = [
+    "ConvOptions",
+    "GemmSpec",
+    "conv",
+    "grouped_linear",
+    "keep",
+    "linear",
+    "matmul",
+    "relu_keeping_bits",
+    "rows_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +78,13 @@ def keep(x: Tensor) -> Packed | None:
     return encode_e4m3(x) if torch.is_grad_enabled() else None
 
 
-def _saved_input(ctx: Any, dtype: torch.dtype) -> Tensor:
-    first, second = ctx.saved_tensors[:2]
-    return decode_e4m3(Packed(first, second), dtype) if ctx.packed else first
+def rows_of(x: Tensor) -> Tensor:
+    """All leading dimensions as one: (…, n) → (rows, n), also where n or the number of rows is 0."""
+    return x.flatten(0, -2) if x.dim() > 1 else x[None]
+
+
+def _saved_input(ctx: Any, first: Tensor, second: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return decode_e4m3(Packed(first, second), dtype) if ctx.packed and second is not None else first
 
 
 def _save(ctx: Any, x: Tensor, weight: Tensor, payload: Tensor | None, inverse_scale: Tensor | None) -> None:
@@ -85,6 +99,13 @@ def _unscaled(ctx: Any, grad: Tensor, like: torch.dtype) -> Tensor:
     spec: GemmSpec = ctx.spec
     grad = grad.float()
     return (grad.mul_(2.0**-spec.scale_log2) if spec.scale_log2 else grad).to(like)
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b as it was accumulated, in FP32, where the device gives it: a scaled sum over rows can leave FP16."""
+    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a @ b
 
 
 class _Linear(torch.autograd.Function):
@@ -107,19 +128,67 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         spec: GemmSpec = ctx.spec
-        weight = ctx.saved_tensors[2]
+        # Read once: inside a checkpoint a second look would ask for another recomputation.
+        first, second, weight = ctx.saved_tensors
         grad_x = grad_w = grad_b = None
-        flat = grad.reshape(-1, grad.shape[-1])
+        flat = rows_of(grad)
         if ctx.needs_input_grad[0]:
             product = spec.gradient(flat, spec.grad_input) @ spec.operand(weight, spec.grad_input)
             grad_x = spec.product(product, spec.grad_input).to(ctx.x_dtype).view(*grad.shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[1]:
-            x = spec.operand(_saved_input(ctx, spec.grad_weight), spec.grad_weight).reshape(-1, weight.shape[1])
-            product = spec.gradient(flat, spec.grad_weight).t() @ x
+            x = spec.operand(_saved_input(ctx, first, second, spec.grad_weight), spec.grad_weight)
+            product = _wide_product(spec.gradient(flat, spec.grad_weight).t(), rows_of(x))
             grad_w = _unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_b = _unscaled(ctx, flat.sum(0, dtype=torch.float32), weight.dtype)
         return grad_x, grad_w, grad_b, None, None, None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Rows between two ends of `offs` times the weight of their expert; rows after the last end give zeros."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        payload: Tensor | None,
+        inverse_scale: Tensor | None,
+        offs: Tensor,
+        spec: GemmSpec,
+    ) -> Tensor:
+        ctx.spec, ctx.x_dtype, ctx.groups = spec, x.dtype, _groups(offs)
+        _save(ctx, x, weight, payload, inverse_scale)
+        rows, w = spec.operand(x, spec.output), spec.operand(weight, spec.output)
+        y = rows.new_zeros(x.shape[0], weight.shape[2])
+        for i, group in enumerate(ctx.groups):
+            torch.mm(rows[group], w[i], out=y[group])
+        return y.to(spec.output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        spec: GemmSpec = ctx.spec
+        first, second, weight = ctx.saved_tensors
+        grad_x = grad_w = None
+        if ctx.needs_input_grad[0]:
+            g, w = spec.gradient(grad, spec.grad_input), spec.operand(weight, spec.grad_input)
+            grad_x = g.new_zeros(grad.shape[0], weight.shape[1])
+            for i, group in enumerate(ctx.groups):
+                torch.mm(g[group], w[i].t(), out=grad_x[group])
+            grad_x = spec.product(grad_x, spec.grad_input).to(ctx.x_dtype)
+        if ctx.needs_input_grad[1]:
+            g = spec.gradient(grad, spec.grad_weight)
+            x = spec.operand(_saved_input(ctx, first, second, spec.grad_weight), spec.grad_weight)
+            product = torch.stack([_wide_product(x[group].t(), g[group]) for group in ctx.groups])
+            grad_w = _unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
+        return grad_x, grad_w, None, None, None, None
+
+
+def _groups(offs: Tensor) -> list[slice]:
+    """The rows of each expert. Waits for the device once."""
+    ends = offs.tolist()
+    return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 class _Conv(torch.autograd.Function):
@@ -154,9 +223,10 @@ class _Conv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         spec: GemmSpec = ctx.spec
-        weight = ctx.saved_tensors[2]
+        # Read once: inside a checkpoint a second look would ask for another recomputation.
+        first, second, weight = ctx.saved_tensors
         grad_x = grad_w = grad_b = None
-        x = spec.operand(_saved_input(ctx, spec.grad_weight), spec.grad_weight)
+        x = spec.operand(_saved_input(ctx, first, second, spec.grad_weight), spec.grad_weight)
         if ctx.needs_input_grad[0]:
             w = spec.operand(weight, spec.grad_input)
             # The input's values do not enter its own gradient, only its shape does.
@@ -233,6 +303,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed | None
     """x·Wᵀ + b; x (…, K) in `spec.output`'s dtype, weight (N, K) and bias (N,) masters; returns (…, N)."""
     payload, inverse_scale = packed if packed is not None else (None, None)
     return _apply(_Linear.apply, x, weight, bias, payload, inverse_scale, spec)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, offs: Tensor, packed: Packed | None, spec: GemmSpec) -> Tensor:
+    """x (rows, in), sorted by expert, times weight (experts, in, out); `offs` (experts,) are the ends of their rows."""
+    payload, inverse_scale = (None, None) if packed is None else packed
+    return _apply(_GroupedLinear.apply, x, weight, payload, inverse_scale, offs, spec)
 
 
 def conv(

@@ -18,7 +18,7 @@ from autoprec.profiles import BINS, RangeHistogram
 
 __all__ = ["SAMPLE_LIMIT", "Sample", "histogram", "sample", "stride_for"]
 
-#: Elements beyond which a tensor is sampled in calibration; measured in docs/measurements/histograms.md.
+#: Elements beyond which a tensor is sampled in calibration: the size from which the design samples.
 SAMPLE_LIMIT = 1 << 16
 
 

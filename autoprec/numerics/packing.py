@@ -41,16 +41,20 @@ def encode_e4m3(x: Tensor) -> Packed:
         _, exponent = torch.frexp(_E4M3_MAX / amax)
         one = torch.ones((), dtype=torch.float32, device=x.device)
         scale = torch.where(amax > 0, torch.ldexp(one, (exponent - 1).clamp(-126, 126)), one)
-        payload = (x.detach() * scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+        # FP32 for FP16: a scale, a tensor on the device, would be rounded to FP16, where 2^16 is inf.
+        wide = x.detach().float() if x.dtype is torch.float16 else x.detach()
+        payload = (wide * scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
         return Packed(payload, torch.where(amax.isfinite(), 1.0 / scale, torch.full_like(one, float("nan"))))
 
 
 def decode_e4m3(packed: Packed, dtype: torch.dtype) -> Tensor:
     """The packed tensor in `dtype`; exact in BF16, FP16 (in its range) and FP32."""
     bits = packed.payload.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(_BITS)
-    value = bits.view(torch.bfloat16)
     # Two factors, because 2^120·2^-a can leave float32.
-    return value.mul_(2.0**120).to(dtype).mul_(packed.inverse_scale)
+    value = bits.view(torch.bfloat16).mul_(2.0**120)
+    if dtype is torch.float16:  # 2^-a can be below FP16's smallest number
+        return value.float().mul_(packed.inverse_scale).to(dtype)
+    return value.to(dtype).mul_(packed.inverse_scale)
 
 
 def pack_bits(mask: Tensor) -> Tensor:

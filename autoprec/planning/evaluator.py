@@ -37,9 +37,13 @@ class _Step:
             self.seconds += unit.seconds[k]
             if unit.workspace[k]:
                 self.hold(f"weights of {unit.op}", unit.moment, unit.moment, unit.workspace[k])
-        for moment, size in problem.private:
-            self.hold(f"statistics of {problem.ops[moment]}", moment, problem.backward(moment), size)
-            self.saved += size
+            if unit.kept:
+                first = unit.moment if unit.kept_from is None else unit.kept_from
+                self.hold(f"statistics of {unit.op}", first, problem.backward(unit.moment), unit.kept[k])
+                self.saved += unit.kept[k] if unit.kept_from is None else 0
+        for moment, kept_from, size in problem.private:
+            self.hold(f"statistics of {problem.ops[moment]}", kept_from, problem.backward(moment), size)
+            self.saved += size if kept_from == moment else 0
         for i, tensor in enumerate(problem.tensors):
             self.tensor(i, tensor)
         for gemm in problem.gemms:
@@ -56,24 +60,24 @@ class _Step:
         """Casts and copies of one tensor, and the gradient of it."""
         p = self.problem
         born = self.format(t.born)
-        last = {born: t.birth}
+        last = {(born, t.birth): t.birth}
         for use in t.readers:
-            f = self.format(use.unit)
-            last[f] = max(last.get(f, t.birth), use.moment)
-        for f in last:
+            key = (self.format(use.unit), t.birth)
+            last[key] = max(last.get(key, t.birth), use.moment)
+        for f, _ in last:
             if f != born:
-                self.seconds += p.cast_seconds(born, f, t.numel)
+                self.seconds += t.runs * p.cast_seconds(born, f, t.numel)
                 if t.casts_back:
                     self.seconds += p.cast_seconds(f, born, t.numel)
         if index in self.packed:
             self.pack(t)
         else:
             for use in t.savers:
-                f = self.format(use.unit)
-                last[f] = max(last.get(f, t.birth), p.backward(use.moment))
-            self.saved += sum(t.bytes_in(f) for f in {self.format(use.unit) for use in t.savers})
-        for f, end in last.items():
-            self.hold(t.id, t.birth, end, t.bytes_in(f))
+                key = (self.format(use.unit), t.birth if use.kept_from is None else use.kept_from)
+                last[key] = max(last.get(key, t.birth), p.backward(use.moment))
+            self.saved += sum(t.bytes_in(f) for f in {self.format(u.unit) for u in t.savers if u.kept_from is None})
+        for (f, begin), end in last.items():
+            self.hold(t.id, begin, end, t.bytes_in(f))
         if t.gradient_from is not None:
             size = t.numel * bytes_of(born)
             self.hold(f"gradient of {t.id}", p.backward(t.gradient_from), p.backward(t.birth), size)

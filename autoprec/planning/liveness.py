@@ -37,7 +37,7 @@ def demands(problem: Problem, moment: int) -> Iterator[Demand]:
         reading = [use.unit for use in t.readers if use.moment >= moment]
         if t.birth == moment:
             reading = [t.born, *(use.unit for use in t.readers)]
-        keeping = [use.unit for use in t.savers if problem.backward(use.moment) >= moment]
+        keeping = [use.unit for use in t.savers if (use.kept_from or 0) <= moment <= problem.backward(use.moment)]
         if reading or keeping:
             formats = dict.fromkeys(f for u in (*reading, *keeping) for f in _formats(problem, u))
             yield Demand(

@@ -23,7 +23,7 @@ from scipy.sparse import csr_array
 
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
 from autoprec.planning.liveness import demands
-from autoprec.planning.values import PACKED, Choice, Gemm, Problem, bytes_of
+from autoprec.planning.values import PACKED, Choice, Gemm, Problem, Unit, bytes_of
 
 __all__ = ["OBJECTIVE_SCALE", "Linear", "Program"]
 
@@ -70,8 +70,11 @@ class Program:
         time, space = (primary, secondary) if problem.objective == "time" else (secondary, primary)
         self._second, self._byte = time / problem.seconds_scale, space / problem.bytes_scale
         self._noise = OBJECTIVE_SCALE * TERTIARY
-        self.offset = self._second * problem.constant_seconds + self._byte * sum(b for _, b in problem.private)
-        self.y = [[self.variable(self._second * s, binary=True) for s in u.seconds] for u in problem.units]
+        self.offset = self._second * problem.constant_seconds + self._byte * sum(
+            size for moment, kept_from, size in problem.private if kept_from == moment
+        )
+        self.y = [[self.variable(self._option_cost(u, k), binary=True) for k in range(len(u.options))]
+                  for u in problem.units]  # fmt: skip
         self.s = {t: self.variable(0.0, binary=True) for t in problem.packable}
         self._worst = _worst_variances(problem)
         self.v = [self.variable(0.0) for _ in self._worst]
@@ -85,6 +88,10 @@ class Program:
         self._loss_row()
         self._variances()
         self._weight_rows()
+
+    def _option_cost(self, unit: Unit, k: int) -> float:
+        kept = unit.kept[k] if unit.kept and unit.kept_from is None else 0
+        return self._second * unit.seconds[k] + self._byte * kept
 
     # Building blocks
 
@@ -199,6 +206,7 @@ class Program:
         numel: int,
         *,
         back: bool,
+        runs: int = 1,
         moment: int | None = None,
         spared: int | None = None,
     ) -> None:
@@ -210,7 +218,7 @@ class Program:
             for f in self.formats(source):
                 if f == g:
                     continue
-                seconds = p.cast_seconds(f, g, numel) + (p.cast_seconds(g, f, numel) if back else 0.0)
+                seconds = runs * p.cast_seconds(f, g, numel) + (p.cast_seconds(g, f, numel) if back else 0.0)
                 c = self.variable(self._second * seconds)
                 self.at_most(Linear().add(c).add(self.is_in(source, f), -1.0), 0.0)
                 made.append(c)
@@ -230,11 +238,12 @@ class Program:
     def _tensors(self) -> None:
         p = self.problem
         for i, t in enumerate(p.tensors):
-            self._casts_to(t.born, [use.unit for use in t.readers], t.numel, back=t.casts_back)
+            self._casts_to(t.born, [use.unit for use in t.readers], t.numel, back=t.casts_back, runs=t.runs)
             spared = self.s.get(i)
-            kept = dict.fromkeys(f for use in t.savers for f in self.formats(use.unit))
+            savers = [use.unit for use in t.savers if use.kept_from is None]
+            kept = dict.fromkeys(f for unit in savers for f in self.formats(unit))
             costs = {f: self._byte * t.bytes_in(f) for f in kept}
-            self.copies(costs, (), [use.unit for use in t.savers], spared)
+            self.copies(costs, (), savers, spared)
             if spared is None:
                 continue
             self.cost[spared] += self._byte * (t.packed_bytes + len(t.masks) * t.mask_bytes)
@@ -338,10 +347,13 @@ class Program:
     def bytes_at(self, moment: int) -> Linear:
         """Bytes held at a moment, without the fixed ones."""
         p = self.problem
-        total = Linear(float(sum(b for m, b in p.private if m <= moment <= p.backward(m))))
+        total = Linear(float(sum(size for m, first, size in p.private if first <= moment <= p.backward(m))))
         for unit, options in zip(p.units, self.y, strict=True):
             if unit.moment == moment:
                 for k, size in zip(options, unit.workspace, strict=True):
+                    total.add(k, float(size))
+            if unit.kept and (unit.kept_from or unit.moment) <= moment <= p.backward(unit.moment):
+                for k, size in zip(options, unit.kept, strict=True):
                     total.add(k, float(size))
         for at, expression, size in self.workspace:
             if at == moment:

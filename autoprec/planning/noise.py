@@ -21,7 +21,7 @@ import numpy as np
 from autoprec.formats import Format
 from autoprec.profiles import RangeHistogram, bin_lower_edges
 
-__all__ = ["current_scale_log2", "error_energy", "saturated_weight"]
+__all__ = ["current_scale_log2", "error_energy", "ordinary", "saturated_weight", "saturates_by_design"]
 
 
 def current_scale_log2(fmt: Format, amax: float) -> int:
@@ -67,3 +67,28 @@ def error_energy(histogram: RangeHistogram, fmt: Format, scale_log2: int = 0) ->
 def saturated_weight(histogram: RangeHistogram, fmt: Format, scale_log2: int = 0) -> float:
     """Σw over the elements beyond the format's largest value."""
     return histogram.weight_above(math.ldexp(fmt.max_value, -scale_log2))
+
+
+def saturates_by_design(histogram: RangeHistogram, fmt: Format) -> bool:
+    """Whether what leaves the format is a mask's or constant's huge value: far from all ordinary ones.
+
+    True if elements beyond the format's maximum exist and the four octaves below it are empty.
+    """
+    if histogram.amax <= fmt.max_value:
+        return False
+    edges = bin_lower_edges(histogram.bins)
+    near = (edges >= fmt.max_value / 16) & (bin_lower_edges(histogram.bins + 1) <= fmt.max_value)
+    return not bool((histogram.moments[near, 0] > 0.0).any())
+
+
+def ordinary(histogram: RangeHistogram, fmt: Format) -> RangeHistogram:
+    """Without the values that saturate by design: a mask's huge value means the same after it was rounded."""
+    limit = fmt.max_value / 16
+    below = bin_lower_edges(histogram.bins) < limit
+    return RangeHistogram(
+        bins=histogram.bins[below],
+        moments=histogram.moments[below],
+        amax=min(histogram.amax, limit),
+        nonfinite=histogram.nonfinite,
+        elements=histogram.elements,
+    )

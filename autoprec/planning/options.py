@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from autoprec.errors import InfeasibleError
 from autoprec.formats import FORMATS, Format, format_named
 from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind
+from autoprec.planning.noise import saturates_by_design
 from autoprec.planning.pricing import Prices
 from autoprec.planning.roots import Roots
 from autoprec.policies import Policy
-from autoprec.profiles import RangeHistogram, bin_lower_edges
 
-__all__ = ["Options", "decides", "in_place_pairs", "reads_narrow", "saturates_by_design", "unit_options"]
+__all__ = ["Options", "decides", "in_place_pairs", "reads_narrow", "unit_options"]
 
 _ORDER = {f.name: i for i, f in enumerate(FORMATS)}
 
@@ -26,13 +27,17 @@ class Options:
     formats: list[str]
     dropped: dict[str, str] = field(default_factory=dict)
     rule: str = ""
+    gives_way: bool = False
     needed: bool = True
 
     def drop(self, format_name: str, reason: str) -> None:
-        """Take a format away; the first reason is kept."""
+        """Take a format away; the first reason is kept. An optional rule gives way where nothing else is left."""
         if format_name in self.formats:
             self.formats.remove(format_name)
             self.dropped[format_name] = reason
+        if self.gives_way and not self.formats and format_name != "fp32":
+            self.formats = ["fp32"]
+            del self.dropped["fp32"]
         if self.formats:
             return
         reasons = "; ".join(f"{f}: {why}" for f, why in self.dropped.items())
@@ -58,18 +63,6 @@ def reads_narrow(op: Op, tensor: str, graph: OpGraph) -> bool:
     spec = graph.tensor_by_id[tensor]
     fixed = op.op_class is OpClass.NORM and spec.kind in (TensorKind.PARAMETER, TensorKind.BUFFER)
     return spec.is_float32 and not fixed
-
-
-def saturates_by_design(histogram: RangeHistogram, fmt: Format) -> bool:
-    """Whether what leaves the format is a mask's or constant's huge value: far from all ordinary ones.
-
-    True if elements beyond the format's maximum exist and the four octaves below it are empty.
-    """
-    if histogram.amax <= fmt.max_value:
-        return False
-    edges = bin_lower_edges(histogram.bins)
-    near = (edges >= fmt.max_value / 16) & (bin_lower_edges(histogram.bins + 1) <= fmt.max_value)
-    return not bool((histogram.moments[near, 0] > 0.0).any())
 
 
 def unit_options(
@@ -101,6 +94,7 @@ def _options_of(
             for name in list(options.formats):
                 if not rule.allows(name):
                     options.drop(name, f"rule ({rule_text})")
+            options.gives_way = rule.optional and "fp32" in options.dropped
         for name in list(options.formats):
             if (op.id, name) in banned:
                 options.drop(name, "it was unstable there while training")
@@ -139,17 +133,37 @@ def _drop_overflows(options: Options, graph: OpGraph, prices: Prices) -> None:
             histogram = prices.values(t)
             if histogram is None or histogram.amax <= fmt.max_value:
                 continue
-            is_data = op.op_class is OpClass.GEMM and bool(op.weights)
-            is_mask = not made and not spec.requires_grad and not is_data
-            # The rewriter fits the number that these ops write into the format.
-            is_fill = made and op.kind in ("masked_fill", "where")
-            if (is_mask or is_fill) and saturates_by_design(histogram, fmt):
+            if saturates_by_design(histogram, fmt) and _takes_masks(op, t, fmt, graph, prices):
                 continue
             options.drop(name, f"{name} overflows: amax {histogram.amax:.3g} of {t} > {fmt.max_value:.6g}")
             break
         reason = prices.gradient_overflow(op, options.role, fmt)
         if reason:
             options.drop(name, reason)
+
+
+def _takes_masks(op: Op, tensor: str, fmt: Format, graph: OpGraph, prices: Prices) -> bool:
+    """Whether the op reads or makes the tensor as a mask does, so that its huge values may become the largest one."""
+    if tensor in op.outputs:
+        if op.kind in ("masked_fill", "where"):
+            return True  # the rewriter fits the number that these ops write into the format
+        return op.kind in ("add", "sub") and _stays_finite(op, fmt, prices)
+    if op.kind == "scaled_dot_product_attention" and tensor in op.inputs[3:]:
+        return True
+    if op.op_class is OpClass.GEMM and op.weights:
+        return False
+    if op.kind in ("add", "sub"):
+        return _stays_finite(op, fmt, prices)
+    return not graph.tensor_by_id[tensor].requires_grad
+
+
+def _stays_finite(op: Op, fmt: Format, prices: Prices) -> bool:
+    """Whether the largest value plus what else is added rounds to the largest value: it is less than half its ulp."""
+    half_ulp = 2.0 ** (math.floor(math.log2(fmt.max_value)) - fmt.mantissa_bits - 1)
+    found = [prices.values(t) for t in op.inputs]
+    ordinary = [h.amax for h in found if h is not None and not saturates_by_design(h, fmt)]
+    masks = sum(h is not None and saturates_by_design(h, fmt) for h in found)
+    return masks == 1 and None not in found and sum(ordinary) < half_ulp
 
 
 def _concerned(op: Op, role: Role) -> list[str]:

@@ -6,7 +6,7 @@ import math
 
 from autoprec.formats import BF16, FP8_E4M3, FP16, Format
 from autoprec.graphs import Op, OpClass, OpGraph, Role
-from autoprec.planning.noise import current_scale_log2, error_energy
+from autoprec.planning.noise import current_scale_log2, error_energy, ordinary, saturates_by_design
 from autoprec.planning.roots import Roots
 from autoprec.policies import Policy
 from autoprec.profiles import Profile, RangeHistogram, TensorProfile
@@ -15,6 +15,11 @@ __all__ = ["NARROW", "Prices", "fp16_gradient_scale_log2"]
 
 #: Compute formats that round.
 NARROW: tuple[Format, ...] = (BF16, FP16)
+
+#: Least spread of a gradient, as a share of its energy: where all batches are the same there is no noise to hide
+#: behind. Under `noise.gradient` 0.05 a relative error of 5e-5 is left, which FP32 alone keeps (BF16 rounds by up to
+#: 2e-3); under 1000, which is to bind nothing, an error as large as the gradient.
+_LEAST_SPREAD = 1e-6
 
 #: FP16 gradients are scaled so that amax stays this many octaves below the largest value.
 _MARGIN_LOG2 = 3
@@ -66,10 +71,12 @@ class Prices:
         total = 0.0
         for t in self.versions(root):
             histogram = next((p.loss for p in self._profiles(t) if p.loss is not None), None)
+            values = self.values(t)
+            if histogram is not None and values is not None and saturates_by_design(values, fmt):
+                histogram = ordinary(histogram, fmt)
             if histogram is not None:
                 energy = error_energy(histogram, fmt)
-                # Infinite only for masks that leave the format by design; others never get this option.
-                total += energy if math.isfinite(energy) else 0.0
+                total += energy if math.isfinite(energy) else 0.0  # an option that overflows is never chosen
         return total / self._profile.steps
 
     def _scale(self, fmt: Format, histogram: RangeHistogram) -> int:
@@ -116,11 +123,12 @@ class Prices:
         return next((h for h in found if h is not None), None)
 
     def reference(self, weight: str) -> float:
-        """What the noise of a weight gradient is held against: its spread; its energy where no spread is known."""
+        """What the noise of a weight gradient is held against: its spread over batches; its energy where one batch
+        alone gave a gradient."""
         found = self._profile.weight_by_fqn.get(weight)
         if found is None or found.steps == 0:
             return 0.0
-        return found.spread if found.spread > 0.0 else found.energy
+        return found.energy if found.steps == 1 else max(found.spread, _LEAST_SPREAD * found.energy)
 
     def has_row(self, op: Op) -> bool:
         """Whether the op computes the gradient of a weight."""

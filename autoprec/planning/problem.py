@@ -9,15 +9,26 @@ What the planner assumes, and the rewriter does:
   is made once per (root, format), as soon as the tensor exists, and lives until its last reader in that format.
 * Weights are cast where they are read, and cast again in the backward pass; their gradients come back in FP32.
 * A gradient arrives in the format in which the tensor was born.
+* An activation checkpoint keeps what it reads from outside, in the formats in which it reads it. What is made inside is
+  made again, all at once, when its backward pass begins, and is not kept narrower than it is used.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 from autoprec.devices import Device
 from autoprec.errors import DeviceError, ProfileError
-from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind, TensorSpec
+from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind, TensorSpec, shared_path
 from autoprec.planning.gradients import gradient_nodes, variance_numbers
-from autoprec.planning.options import Options, decides, in_place_pairs, reads_narrow, unit_options
+from autoprec.planning.noise import saturates_by_design
+from autoprec.planning.options import (
+    Options,
+    decides,
+    in_place_pairs,
+    reads_narrow,
+    unit_options,
+)
 from autoprec.planning.pricing import NARROW, Prices
 from autoprec.planning.roots import Roots, resolve_roots
 from autoprec.planning.values import PACKED, Gemm, PlanTensor, Problem, Unit, Use, WeightRow, bytes_of
@@ -88,6 +99,8 @@ class _Builder:
         self.roots: Roots = resolve_roots(graph)
         self.prices = Prices(graph, self.roots, profile, policy)
         self.moment = {op.id: i for i, op in enumerate(graph.ops)}
+        self.checkpoint_end = {op.checkpoints[:k]: i for i, op in enumerate(graph.ops)
+                               for k in range(1, len(op.checkpoints) + 1)}  # fmt: skip
         options = unit_options(graph, self.roots, self.prices, policy, banned)
         self.unit_of = {(o.op.id, o.role): i for i, o in enumerate(options)}
         self.units = tuple(self._unit(o) for o in options)
@@ -118,9 +131,13 @@ class _Builder:
             loss_limit = (policy.noise.loss * self.profile.loss.spread) ** 2
         loss_total = sum(max((e for _, e in t.loss_noise), default=0.0) for t in tensors)
         private = tuple(
-            (i, op.private_saved_bytes * op.calls) for i, op in enumerate(graph.ops) if op.private_saved_bytes
+            (i, self._made_again(op.checkpoints) or i, op.private_saved_bytes * op.calls)
+            for i, op in enumerate(graph.ops)
+            if op.private_saved_bytes and not decides(op, graph)
         )
-        saved = sum(t.numel * 4 for t in tensors if t.savers) + sum(b for _, b in private)
+        kept = [t for t in tensors if any(use.kept_from is None for use in t.savers)]
+        saved = sum(t.numel * 4 for t in kept) + sum(size for i, first, size in private if first == i)
+        saved += sum(u.kept[0] for u in self.units if u.kept and u.kept_from is None)
         ties = {
             (self.unit_of[op.id, Role.OUTPUT], self.unit_of[owner, Role.OUTPUT])
             for op, owner in in_place_pairs(graph, self.roots)
@@ -182,7 +199,8 @@ class _Builder:
             if options.needed and role is Role.GRAD_WEIGHT:
                 own += sum(self.device.cast_seconds(f, "fp32", n) for n in weights)
             seconds.append(own)
-            workspace.append(sum(weights) * bytes_of(f) if f != "fp32" and options.needed else 0)
+            workspace.append(self._workspace(op, f, sum(weights)) if f != "fp32" and options.needed else 0)
+        kept = tuple(self._private_bytes(op, f) for f in options.formats) if role is Role.OUTPUT else ()
         return Unit(
             op=op.id,
             role=role,
@@ -190,10 +208,30 @@ class _Builder:
             seconds=tuple(seconds),
             workspace=tuple(workspace),
             moment=i if role is Role.OUTPUT else 2 * len(self.graph.ops) - 1 - i,
+            kept=kept if any(kept) else (),
+            kept_from=self._made_again(op.checkpoints),
             dropped=tuple(options.dropped.items()),
             rule=options.rule,
             needed=options.needed,
         )
+
+    def _workspace(self, op: Op, format_name: str, weights: int) -> int:
+        """Bytes held while a role of a GEMM runs in a narrow format: the casts of its weights; where the device does
+        not compute in the format, also the operands upcast to FP32 and the product before it is rounded."""
+        if op.op_class is not OpClass.GEMM or op.kind == "scaled_dot_product_attention":
+            return 0
+        size = weights * bytes_of(format_name)
+        if format_name not in self.device.native:
+            specs = [self.graph.tensor_by_id[t] for t in (*op.inputs, *op.outputs)]
+            activations = sum(t.numel for t in specs if t.is_float32 and t.kind is not TensorKind.PARAMETER)
+            size += 4 * (weights + activations)
+        return size
+
+    def _private_bytes(self, op: Op, format_name: str) -> int:
+        """Bytes of its own that an op keeps in a format; as calibrated where the device was not asked."""
+        found = self.device.private_bytes_by_key.get((op.timing_key, format_name))
+        keeps = op.private_saved_bytes if found is None or format_name == "fp32" else found
+        return keeps * op.calls
 
     # Tensors
 
@@ -220,23 +258,46 @@ class _Builder:
                 else:
                     uses = [Use(moment=i, unit=None)]
                 readers.setdefault(root, []).extend(u for u in uses if u not in readers.get(root, []))
+                held = [u for u in map(partial(self._held_by_checkpoint, op, root), uses) if u is not None]
+                savers.setdefault(root, []).extend(u for u in held if u not in savers.get(root, []))
             for t in dict.fromkeys(op.saves):
                 spec, root = graph.tensor_by_id[t], root_of[t]
                 if graph.tensor_by_id[root].kind is TensorKind.PARAMETER:
                     continue
                 if not spec.is_float32:
-                    use = Use(moment=i, unit=None)
+                    saved_as = None
                 elif view:
-                    use = Use(moment=i, unit=self._born(root))
+                    saved_as = self._born(root)
                 else:
-                    use = Use(moment=i, unit=unit if reads_narrow(op, t, graph) else None)
+                    saved_as = unit if reads_narrow(op, t, graph) else None
+                path = shared_path(self._path(root), op.checkpoints)
+                use = Use(moment=i, unit=saved_as, kept_from=self._made_again(path))
                 if use not in savers.setdefault(root, []):
                     savers[root].append(use)
         end = len(graph.ops) - 1
         for spec in graph.tensors:
             if spec.is_output:
                 readers.setdefault(root_of[spec.id], []).append(Use(moment=end, unit=None))
-        return readers, savers
+        return readers, {root: uses for root, uses in savers.items() if uses}
+
+    # Checkpoints
+
+    def _path(self, root: str) -> tuple[str, ...]:
+        """Checkpoints around the op that makes a root tensor."""
+        producer = self.graph.producer.get(root)
+        return self.graph.op_by_id[producer].checkpoints if producer is not None else ()
+
+    def _made_again(self, path: tuple[str, ...]) -> int | None:
+        """The backward moment at which what is made inside these checkpoints is made again; None outside of any."""
+        return 2 * len(self.graph.ops) - 1 - self.checkpoint_end[path] if path else None
+
+    def _held_by_checkpoint(self, op: Op, root: str, use: Use) -> Use | None:
+        """What a checkpoint reads from outside is kept until it has run again."""
+        shared = shared_path(self._path(root), op.checkpoints)
+        if len(shared) == len(op.checkpoints) or self.graph.tensor_by_id[root].kind is TensorKind.PARAMETER:
+            return None
+        end = self.checkpoint_end[op.checkpoints[: len(shared) + 1]]
+        return Use(moment=end, unit=use.unit, kept_from=self._made_again(shared))
 
     def _tensor(self, root: str, readers: list[Use], savers: list[Use]) -> PlanTensor:
         spec = self.graph.tensor_by_id[root]
@@ -266,9 +327,13 @@ class _Builder:
             gemms=gemms,
             gradient_from=self._gradient_from(members) if activation else None,
             casts_back=requires_grad and not weight_of_gemm,
+            runs=1 + len(self._path(root)),
             loss_noise=tuple((f.name, e) for f in NARROW if (e := self.prices.loss_noise(root, f)) > 0.0),
             saturates=tuple(
-                f.name for f in NARROW if histogram and not requires_grad and histogram.amax > f.max_value
+                f.name
+                for f in NARROW
+                if histogram and histogram.amax > f.max_value
+                and (not requires_grad or saturates_by_design(histogram, f))
             ),
         )  # fmt: skip
 
@@ -291,6 +356,9 @@ class _Builder:
         if PACKED not in self.policy.storage.formats:
             return nothing
         root_of = self.roots.root_of
+        users = [r for t in self.members[root] for r in self.graph.readers.get(t.id, ())]
+        if self._path(root) or any(self.graph.op_by_id[r].checkpoints for r in users):
+            return nothing
         gemms, masks = [], []
         for op in self.graph.ops:
             saved = [t for t in op.saves if root_of[t] == root]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoprec.graphs import Op, OpGraph, Role, TensorKind
+from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind
 from autoprec.planning.pricing import Prices, fp16_gradient_scale_log2
 from autoprec.planning.roots import Roots
 from autoprec.plans import Region
@@ -17,7 +17,8 @@ def fp16_regions(
 
     Two ops are connected if both make or read the same root tensor in FP16. An op with FP16 only in its gradient roles
     is a region of its own. The scale is the largest power of two that keeps the largest gradient seen at the region's
-    tensors three octaves below FP16's maximum.
+    tensors three octaves below FP16's maximum; parameters that pointwise ops read (a norm's gain, written by hand) are
+    among them, because the sum over rows that their gradient is comes out in FP16 as well.
     """
     narrow = [op for op in graph.ops if any(format_of.get((op.id, r)) == "fp16" for r in op.roles)]
     parent = {op.id: op.id for op in narrow}
@@ -53,8 +54,16 @@ def _flowing(op: Op, graph: OpGraph) -> list[str]:
     ]
 
 
+def _summed(op: Op, graph: OpGraph) -> list[str]:
+    """Parameters that a pointwise op reads in its own format."""
+    if op.op_class is not OpClass.POINTWISE:
+        return []
+    return [t for t in op.inputs if graph.tensor_by_id[t].kind is TensorKind.PARAMETER]
+
+
 def _region(ops: list[Op], graph: OpGraph, prices: Prices) -> Region:
-    found = [(h.amax, t) for op in ops for t in _flowing(op, graph) if (h := prices.gradients(t)) is not None]
+    concerned = [t for op in ops for t in (*_flowing(op, graph), *_summed(op, graph))]
+    found = [(h.amax, t) for t in concerned if (h := prices.gradients(t)) is not None]
     amax, where = max(found, default=(0.0, ""))
     scale = fp16_gradient_scale_log2(amax)
     reason = (

@@ -52,6 +52,8 @@ class Unit:
         seconds: time of the role by option, over all calls, casts of weights inside it included.
         workspace: bytes held only while it runs (narrow copies of weights, narrow weight gradients), by option.
         moment: the moment (forward or backward) at which it runs.
+        kept: bytes of its own (statistics, masks) that it keeps for its backward, by option; empty for none.
+        kept_from: as in `Use`.
         dropped: formats that were candidates and are not options, each with the reason.
         rule: the rule that limits it, for people, or "".
         needed: False for a gradient that nobody asks for.
@@ -63,6 +65,8 @@ class Unit:
     seconds: tuple[float, ...]
     workspace: tuple[int, ...]
     moment: int
+    kept: tuple[int, ...] = ()
+    kept_from: int | None = None
     dropped: tuple[tuple[str, str], ...] = ()
     rule: str = ""
     needed: bool = True
@@ -70,10 +74,15 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """A read (or a save) of a tensor at a forward moment in the format of `unit`; None is FP32 (or as it is)."""
+    """A read (or a save) of a tensor at a forward moment in the format of `unit`; None is FP32 (or as it is).
+
+    What is made inside an activation checkpoint is not kept but made again: `kept_from` is then the backward moment
+    at which that happens, and None for what is kept since it was made.
+    """
 
     moment: int
     unit: int | None
+    kept_from: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +98,13 @@ class PlanTensor:
         birth: moment of the op that makes it; of its first reader for inputs, parameters and buffers.
         born: the unit whose format it is born in; None is FP32.
         inherits: its values are those of another tensor (a copying view), so its birth rounds nothing anew.
-        readers, savers: who reads it in the forward pass, and who keeps it for the backward pass.
+        readers, savers: who reads it in the forward pass, and who keeps it for the backward pass; a checkpoint keeps
+            what it reads from outside.
         masks: moments of the savers that keep one bit per element if it is packed (ReLU).
         gemms: the GEMMs that save it, if it may be kept in E4M3; empty if it may not.
         gradient_from: moment of the last reader that sends a gradient; None if its gradient costs no bytes.
         casts_back: whether each cast of it casts a gradient in the backward pass.
+        runs: how often a step makes it, and casts it: once more for each activation checkpoint around it.
         loss_noise: by format, E(δL)² per step of rounding it.
         saturates: formats whose largest value it exceeds by design (masks and constants).
     """
@@ -112,6 +123,7 @@ class PlanTensor:
     gemms: tuple[int, ...] = ()
     gradient_from: int | None = None
     casts_back: bool = False
+    runs: int = 1
     loss_noise: tuple[tuple[str, float], ...] = ()
     saturates: tuple[str, ...] = ()
 
@@ -209,7 +221,8 @@ class Problem:
         casts: the device's cast timings.
         constant_seconds: of ops without a decision.
         fixed_bytes: parameters, gradients, optimizer state and inputs.
-        private: (moment, bytes) kept from there until the backward moment of the same op.
+        private: of ops without a decision, (moment, kept from, bytes): held from the second moment until the backward
+            moment of the first.
         loss_limit: E(δL)² allowed, or None.
         budget_bytes: largest peak allowed, or None.
         objective: what is minimised first.
@@ -227,7 +240,7 @@ class Problem:
     casts: tuple[CastTiming, ...]
     constant_seconds: float
     fixed_bytes: int
-    private: tuple[tuple[int, int], ...]
+    private: tuple[tuple[int, int, int], ...]
     loss_limit: float | None
     budget_bytes: int | None
     objective: Literal["time", "bytes"]

@@ -7,12 +7,15 @@ What holds afterwards:
 * a view carries its base's format; a cast of a view is the same view of the cast base where that costs no more;
 * in-place ops compute in the format of the memory that they change;
 * ops without an assignment, unknown ops and graph outputs get the dtypes that the user wrote;
-* parameters of linears and convolutions go in as masters; parameters of norms stay FP32.
+* parameters of linears and convolutions go in as masters; parameters of norms stay FP32;
+* what an activation checkpoint reads in another format is cast before it, once, so that the checkpoint keeps the cast
+  and not the original; casts of what it makes itself are made, and made again, inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +23,17 @@ import torch
 from torch import fx
 
 from autoprec.errors import PlanError
-from autoprec.graphs import OpClass, Role
+from autoprec.graphs import OpClass, Role, shared_path
 from autoprec.numerics.casts import cast, enter_region, leave_region, saturating_cast
 from autoprec.numerics.dtypes import dtype_of
-from autoprec.numerics.gemm import conv, keep, linear, matmul, relu_keeping_bits
+from autoprec.numerics.gemm import conv, grouped_linear, keep, linear, matmul, relu_keeping_bits
 from autoprec.numerics.norms import norm
 from autoprec.numerics.specs import NORM_SIGNATURE, conv_options, fit_scalars, gemm_spec, norm_call
 from autoprec.plans import AS_IS, Plan
 from autoprec.tracing.bindings import Binding, OpNode
-from autoprec.tracing.kinds import CONVS, changes_mode, out_of_place, returns_float32
+from autoprec.tracing.checkpoints import CheckpointPath, fold
+from autoprec.tracing.gemms import GemmCall, gemm_arguments
+from autoprec.tracing.kinds import CONVS, changes_mode, enters_transform, out_of_place, returns_float32
 
 __all__ = ["Rewritten", "rewrite"]
 
@@ -59,22 +64,22 @@ def rewrite(binding: Binding, plan: Plan, device_type: str) -> Rewritten:
     return _Rewriter(binding, plan, device_type).run()
 
 
-_GEMM_SIGNATURE = {
-    "linear": ("input", "weight", "bias"),
-    **dict.fromkeys(CONVS, ("input", "weight", "bias", "stride", "padding", "dilation", "groups")),
-}
-
-
 class _Rewriter:
     def __init__(self, binding: Binding, plan: Plan, device_type: str) -> None:
         self.binding, self.plan, self.device_type = binding, plan, device_type
         self.graph = fx.Graph()
         self.origin: dict[fx.Node, fx.Node] = {}
         self.ops = binding.op_of
-        self.made: dict[fx.Node, dict[str, fx.Node]] = {}
+        self.value: dict[fx.Node, fx.Node] = {}
+        self.casts: dict[fx.Node, dict[tuple[str, CheckpointPath], fx.Node]] = {}
         self.born: dict[fx.Node, str] = {}
         self.root: dict[fx.Node, fx.Node] = {}
-        self.packed: dict[fx.Node, fx.Node] = {}
+        self.packed: dict[tuple[fx.Node, CheckpointPath], fx.Node] = {}
+        self.path: CheckpointPath = ()
+        self.within: dict[fx.Node, CheckpointPath] = {}
+        self.entry: dict[CheckpointPath, fx.Node] = {}
+        self.transforms = 0
+        self.transform_entry: fx.Node | None = None
         self.region = {op: r.scale_log2 for r in plan.regions for op in r.ops}
         self.region_of_value: dict[fx.Node, int] = {}
         self.saturating = set(plan.saturating)
@@ -82,7 +87,9 @@ class _Rewriter:
         self.touched = _changed_in_place(binding)
 
     def run(self) -> Rewritten:
-        for node in self.binding.template.module.graph.nodes:
+        flat, root = self.binding.template.flat, self.binding.template.module
+        for node in flat.graph.nodes:
+            self.path = flat.within.get(node, ())
             if node.op == "output":
                 self.graph.output(fx.node.map_arg(node.args[0], lambda n: self.as_written(n)))
             elif node in self.ops:
@@ -91,84 +98,144 @@ class _Rewriter:
                 if changes_mode(node):
                     self.forget_casts(lambda _: True)
                 self.visit_plain(node)
-        module = fx.GraphModule(self.binding.template.module, self.graph)
         self.graph.lint()
-        return Rewritten(module=module, origin=self.origin)
+        module, went = fold(self.graph, self.within, root)
+        return Rewritten(module=module, origin={went[new]: node for new, node in self.origin.items()})
 
     def visit_plain(self, node: fx.Node) -> None:
         """A node that is no op. One result of an op with several is born as they are."""
         source = node.args[0] if node.op == "call_function" and node.args else None
         part = isinstance(source, fx.Node) and source in self.ops and returns_float32(node.meta.get("example_value"))
-        new = self.graph.node_copy(node, lambda n: self.as_born(n) if part and n is source else self.as_written(n))
+        new = self.copy(node, lambda n: self.as_born(n) if part and n is source else self.as_written(n))
         if part and isinstance(source, fx.Node):
             self.put(node, new, self.born[source], source)
         else:
             self.put(node, new, _FP32)
+        self.transforms += enters_transform(node)
+        if not self.transforms:
+            self.transform_entry = None
+        elif self.transform_entry is None:
+            self.transform_entry = new
+
+    # New nodes ------------------------------------------------------------------------------------------------
+
+    def copy(self, node: fx.Node, transform: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        """A copy of a captured node, where the pass stands."""
+        return self._placed(lambda: self.graph.node_copy(node, transform))
+
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> fx.Node:
+        """A new call, where the pass stands."""
+        return self._placed(lambda: self.graph.call_function(function, arguments))
+
+    def _placed(self, make: Callable[[], fx.Node]) -> fx.Node:
+        new = make()
+        if self.path:
+            self.within[new] = self.path
+        for depth in range(1, len(self.path) + 1):
+            first = self.entry.setdefault(self.path[:depth], new)
+            if new < first:
+                self.entry[self.path[:depth]] = new
+        return new
+
+    @contextmanager
+    def outside(self, path: CheckpointPath, value: fx.Node) -> Iterator[None]:
+        """Stand before the checkpoints that are around the current node but are not among `path`, and before the
+        torch.func transform that `value` does not belong to."""
+        here = self.path
+        first = self.entry.get(here[: len(path) + 1]) if len(here) > len(path) else None
+        if self.transform_entry is not None and value < self.transform_entry:
+            first = self.transform_entry if first is None or self.transform_entry < first else first
+        self.path = path
+        try:
+            if first is None:
+                yield
+            else:
+                with self.graph.inserting_before(first):
+                    yield
+        finally:
+            self.path = here
 
     # Values ---------------------------------------------------------------------------------------------------
 
     def put(self, node: fx.Node, new: fx.Node, fmt: str, base: fx.Node | None = None) -> None:
         """Record the new node that stands for a captured one, and the format in which it is born."""
         new.meta = dict(node.meta)
-        self.made[node] = {fmt: new}
+        self.value[node] = new
+        self.casts[node] = {}
         self.born[node] = fmt
         self.root[node] = node if base is None else self.root.get(base, base)
         self.origin[new] = node
 
     def as_born(self, node: fx.Node) -> fx.Node:
-        return self.made[node][self.born[node]]
+        return self.value[node]
 
     def as_written(self, node: fx.Node) -> fx.Node:
         """The value in the dtype that the user's program gave it."""
-        return self.in_format(node, _FP32) if self.born[node] != _FP32 else self.as_born(node)
+        return self.in_format(node, _FP32)
 
     def in_format(self, node: fx.Node, fmt: str, region: int | None = None) -> fx.Node:
         """The value in `fmt`; only float32 tensors ever change."""
-        if not returns_float32(node.meta.get("example_value")):
-            return self.as_born(node)
-        if fmt == self.born[node]:
+        if fmt == self.born[node] or not returns_float32(node.meta.get("example_value")):
             return self.as_born(node)
         # Casts into FP16 regions of different gradient scales are different casts.
         key = f"{fmt}@{region}" if region and fmt == "fp16" else fmt
-        found = self.made[node].get(key)
+        path = self._cast_path(node)
+        found = self.casts[node].get((key, path))
         if found is None:
-            found = self.made[node][key] = self._view_of_cast(node, fmt, region) or self._cast(node, fmt, region)
+            with self.outside(path, self.value[node]):
+                found = self._view_of_cast(node, fmt, key, region) or self._cast(node, fmt, region)
+            self.casts[node][(key, path)] = found
         return found
 
-    def _view_of_cast(self, node: fx.Node, fmt: str, region: int | None) -> fx.Node | None:
+    def _cast_path(self, node: fx.Node) -> CheckpointPath:
+        """Where a cast for a reader at the current node goes. What changes in place is cast at the reader."""
+        if self.root[node] in self.touched:
+            return self.path
+        return shared_path(self.within.get(self.value[node], ()), self.path)
+
+    def _view_of_cast(self, node: fx.Node, fmt: str, key: str, region: int | None) -> fx.Node | None:
         """The same view of the cast base, where the base is no larger or is cast already."""
         op = self.ops.get(node)
         if op is None or op.op_class is not OpClass.VIEW or op.inplace is not None or not op.inputs:
             return None
         base = op.inputs[0][0]
-        if not returns_float32(base.meta.get("example_value")) or base not in self.made:
+        if not returns_float32(base.meta.get("example_value")) or base not in self.value:
             return None
         if self.root[node] in self.touched:  # a copying view made again would miss, or repeat, a change in place
             return None
-        if fmt not in self.made[base] and not _no_larger(base, node):  # pay for the view's elements only
+        if self.within.get(self.value[node], ()) != self.path:  # a checkpoint would give out, and keep, the base
             return None
-        new = self.graph.node_copy(node, lambda n: self.in_format(n, fmt, region) if n is base else self.as_written(n))
-        return new
+        cast_already = fmt == self.born[base] or (key, self._cast_path(base)) in self.casts[base]
+        if not cast_already and not _no_larger(base, node):  # pay for the view's elements only
+            return None
+        return self.copy(node, lambda n: self.in_format(n, fmt, region) if n is base else self.as_written(n))
 
     def _cast(self, node: fx.Node, fmt: str, region: int | None) -> fx.Node:
         source, dtype = self.born[node], dtype_of(fmt)
         value = self.as_born(node)
-        if self.binding.tensor_id.get(node) in self.saturating and fmt != _FP32:
-            return self.graph.call_function(saturating_cast, (value, dtype))
+        if fmt != _FP32 and self._saturates(node):
+            return self.call(saturating_cast, (value, dtype))
         if fmt == "fp16" and region:
-            return self.graph.call_function(enter_region, (value, dtype, region))
+            return self.call(enter_region, (value, dtype, region))
         leaving = self.region_of_value.get(self.root[node], 0)
         if source == "fp16" and leaving:
-            return self.graph.call_function(leave_region, (value, dtype, leaving))
-        return self.graph.call_function(cast, (value, dtype))
+            return self.call(leave_region, (value, dtype, leaving))
+        return self.call(cast, (value, dtype))
+
+    def _saturates(self, node: fx.Node) -> bool:
+        """Whether the plan lets the tensor, or one that it is a view of, saturate."""
+        current = self.binding.tensor_id.get(node)
+        while current is not None and current not in self.saturating:
+            current = self.base_of.get(current)
+        return current is not None
 
     def forget_casts(self, which: Callable[[fx.Node], bool]) -> None:
         """Keep only the born value of the nodes for which `which` holds."""
-        for node, made in self.made.items():
-            if len(made) > 1 and which(node):
-                self.made[node] = {self.born[node]: made[self.born[node]]}
-        for node in [n for n in self.packed if which(n)]:
-            del self.packed[node]
+        for node, casts in self.casts.items():
+            if casts and which(node):
+                casts.clear()
+        for key in [k for k in self.packed if which(k[0])]:
+            del self.packed[key]
 
     # Ops ------------------------------------------------------------------------------------------------------
 
@@ -178,21 +245,19 @@ class _Rewriter:
         elif op.op_class is OpClass.VIEW and (op.id, Role.OUTPUT) not in self.plan.format_of:
             base = op.inputs[0][0] if op.inputs else None
             fmt = self.born[base] if base is not None and returns_float32(base.meta["example_value"]) else _FP32
-            new = self.graph.node_copy(op.node, lambda n: self.as_born(n) if n is base else self.as_written(n))
+            new = self.copy(op.node, lambda n: self.as_born(n) if n is base else self.as_written(n))
             self.put(op.node, new, fmt, base)
         elif (op.id, Role.OUTPUT) in self.plan.format_of:
             self.visit_planned(op)
         else:
-            self.put(op.node, self.graph.node_copy(op.node, lambda n: self.as_written(n)), _FP32)
+            self.put(op.node, self.copy(op.node, lambda n: self.as_written(n)), _FP32)
 
     def visit_inplace(self, op: OpNode, changed: fx.Node) -> None:
         """Everything in the format of the memory that changes; casts of that memory are stale afterwards."""
         fmt = self.born.get(changed, _FP32)
         root = self.root.get(changed, changed)
         region = self.region_of_value.get(root)
-        new = self.graph.node_copy(
-            op.node, lambda n: self.as_born(n) if n is changed else self.in_format(n, fmt, region)
-        )
+        new = self.copy(op.node, lambda n: self.as_born(n) if n is changed else self.in_format(n, fmt, region))
         new.args = fit_scalars(op.kind, new.args, fmt)
         self.forget_casts(lambda n: self.root.get(n, n) is root)
         self.put(op.node, new, fmt, changed)
@@ -203,23 +268,23 @@ class _Rewriter:
         formats = {role: f for role in Role if (f := self.plan.format_of.get((op.id, role))) is not None}
         fmt = formats[Role.OUTPUT]
         region = self.region.get(op.id) if fmt == "fp16" else None
-        if op.kind in _GEMM_SIGNATURE:
-            new = self._weighted_gemm(op, formats, region)
+        if op.gemm is not None:
+            new = self._weighted_gemm(op, op.gemm, formats, region)
         elif fmt == _FP32:
             if op.kind == "relu" and self._is_narrow(op.outputs[0]):
-                new = self.graph.call_function(relu_keeping_bits, (self.in_format(op.inputs[0][0], _FP32),))
+                new = self.call(relu_keeping_bits, (self.in_format(op.inputs[0][0], _FP32),))
             else:
-                new = self.graph.node_copy(op.node, lambda n: self.as_written(n))
+                new = self.copy(op.node, lambda n: self.as_written(n))
         elif op.op_class is OpClass.NORM:
             new = self._norm(op, fmt, region)
         elif op.op_class is OpClass.GEMM and op.kind != "scaled_dot_product_attention":
             spec = gemm_spec(formats, self.device_type, region or 0)
             a, b = (self.in_format(n, fmt, region) for n in _operands(op.node))
-            new = self.graph.call_function(_With(matmul, spec), (a, b))
+            new = self.call(_With(matmul, spec), (a, b))
         elif op.kind == "relu" and self._is_narrow(op.outputs[0]):
-            new = self.graph.call_function(relu_keeping_bits, (self.in_format(op.inputs[0][0], fmt, region),))
+            new = self.call(relu_keeping_bits, (self.in_format(op.inputs[0][0], fmt, region),))
         else:
-            new = self.graph.node_copy(op.node, lambda n: self.in_format(n, fmt, region))
+            new = self.copy(op.node, lambda n: self.in_format(n, fmt, region))
             if op.functional:
                 new.target, new.args, new.kwargs = out_of_place(op.kind, new.target, new.args, new.kwargs)
             new.args, new.kwargs = fit_scalars(op.kind, new.args, fmt), fit_scalars(op.kind, new.kwargs, fmt)
@@ -232,11 +297,9 @@ class _Rewriter:
         if fmt == "fp16":
             return self._norm_in_fp16(op, region)
         whole = self.device_type != "cpu" and op.kind in ("layer_norm", "group_norm", "rms_norm")
-        new = self.graph.node_copy(
-            op.node, lambda n: self.in_format(n, fmt, region) if n is x or whole else self.as_written(n)
-        )
+        new = self.copy(op.node, lambda n: self.in_format(n, fmt, region) if n is x or whole else self.as_written(n))
         if op.kind in ("rms_norm", "instance_norm"):
-            new = self.graph.call_function(cast, (new, dtype_of(fmt)))
+            new = self.call(cast, (new, dtype_of(fmt)))
         return new
 
     def _norm_in_fp16(self, op: OpNode, region: int | None) -> fx.Node:
@@ -244,38 +307,40 @@ class _Rewriter:
         arguments = dict(zip(NORM_SIGNATURE.get(op.kind, ()), op.node.args, strict=False)) | op.node.kwargs
         call = norm_call(op.kind, arguments, region or 0)
         if call is None:
-            new = self.graph.node_copy(op.node, lambda n: self.as_written(n))
+            new = self.copy(op.node, lambda n: self.as_written(n))
             if region:
-                return self.graph.call_function(enter_region, (new, torch.float16, region))
-            return self.graph.call_function(cast, (new, torch.float16))
+                return self.call(enter_region, (new, torch.float16, region))
+            return self.call(cast, (new, torch.float16))
         x = self.in_format(arguments["input"], "fp16", region)
         names = ("weight", "bias", "running_mean", "running_var")
         others = [arguments.get(n) for n in names]
         tensors = [self.as_written(t) if isinstance(t, fx.Node) else None for t in others]
-        return self.graph.call_function(_With(norm, call), (x, *tensors))
+        return self.call(_With(norm, call), (x, *tensors))
 
-    def _weighted_gemm(self, op: OpNode, formats: dict[Role, str], region: int | None) -> fx.Node:
-        arguments = dict(zip(_GEMM_SIGNATURE[op.kind], op.node.args, strict=False)) | op.node.kwargs
-        x = arguments["input"]
+    def _weighted_gemm(self, op: OpNode, gemm: GemmCall, formats: dict[Role, str], region: int | None) -> fx.Node:
+        x = gemm.input
         narrow = self._is_narrow(self.binding.tensor_id[x])
         if not narrow and set(formats.values()) == {_FP32}:
-            return self.graph.node_copy(op.node, lambda n: self.as_written(n))
+            return self.copy(op.node, lambda n: self.as_written(n))
         x_new = self.in_format(x, formats[Role.OUTPUT], region)
-        weight = self.as_written(arguments["weight"])
-        bias = arguments.get("bias")
-        bias_new = self.as_written(bias) if isinstance(bias, fx.Node) else None
+        weight = self.as_written(gemm.weight)
+        if gemm.transposed:
+            weight = self.call(torch.t, (weight,))
+        bias_new = None if gemm.bias is None else self.as_written(gemm.bias)
         packed = None
         if narrow:
-            if x not in self.packed:
-                self.packed[x] = self.graph.call_function(keep, (x_new,))
-            packed = self.packed[x]
+            if (x, self.path) not in self.packed:
+                self.packed[x, self.path] = self.call(keep, (x_new,))
+            packed = self.packed[x, self.path]
         # FP16 in gradient roles alone: what arrives carries no scale yet.
         local = 0 if region else self.region.get(op.id, 0)
         spec = gemm_spec(formats, self.device_type, region or 0, local)
-        if op.kind == "linear":
-            return self.graph.call_function(_With(linear, spec), (x_new, weight, bias_new, packed))
-        options = conv_options(op.kind, arguments)
-        return self.graph.call_function(_With(conv, spec, options), (x_new, weight, bias_new, packed))
+        if gemm.offs is not None:
+            return self.call(_With(grouped_linear, spec), (x_new, weight, self.as_written(gemm.offs), packed))
+        if op.kind not in CONVS:
+            return self.call(_With(linear, spec), (x_new, weight, bias_new, packed))
+        options = conv_options(op.kind, gemm_arguments(op.kind, op.node.args, op.node.kwargs))
+        return self.call(_With(conv, spec, options), (x_new, weight, bias_new, packed))
 
     def _is_narrow(self, tensor_id: str) -> bool:
         """Whether the plan keeps the tensor, or the nearest tensor that it is a view of, in a narrow format."""
@@ -312,7 +377,7 @@ def _bases(binding: Binding) -> dict[str, str]:
 def _changed_in_place(binding: Binding) -> set[fx.Node]:
     """Roots (views and their copies joined) of every value that an op changes in place."""
     root: dict[fx.Node, fx.Node] = {}
-    for node in binding.template.module.graph.nodes:
+    for node in binding.template.flat.graph.nodes:
         op = binding.op_of.get(node)
         source = op.inputs[0][0] if op is not None and op.inputs and op.op_class is OpClass.VIEW else None
         root[node] = node if source is None else root.get(source, source)

@@ -11,7 +11,18 @@ import torch
 from torch import fx
 
 from autoprec.graphs import OpClass
-from autoprec.tracing.kinds import CONVS, class_of, inplace_target, is_user_cast, kind_of, returns_float32
+from autoprec.tracing.checkpoints import Checkpoint
+from autoprec.tracing.gemms import GemmCall, gemm_call
+from autoprec.tracing.kinds import (
+    FUNCTION,
+    changes_mode,
+    class_of,
+    enters_transform,
+    inplace_target,
+    is_user_cast,
+    kind_of,
+    returns_float32,
+)
 from autoprec.tracing.templates import Path, Template, module_path, user_frame
 
 __all__ = ["Binding", "OpNode", "SiteRegister", "bind"]
@@ -49,6 +60,9 @@ class OpNode:
         inplace: the node whose memory it changes, None if none or if it can run out of place (`functional`).
         functional: True if an in-place spelling may run out of place, because nobody else sees the memory.
         pinned: True if the user's own casts promise FP32 here.
+        checkpoints: ids of the checkpoints around it, outermost first.
+        transformed: True inside a torch.func transform, whose values cannot be looked at: it runs as written.
+        gemm: the product with a parameter that it is, None for every other op; its tensors come first in `inputs`.
     """
 
     node: fx.Node
@@ -62,6 +76,9 @@ class OpNode:
     inplace: fx.Node | None
     functional: bool
     pinned: bool
+    checkpoints: tuple[str, ...]
+    transformed: bool
+    gemm: GemmCall | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +170,7 @@ def bind(
         if id(value) in buffer_names
     }
     walk = _Walk(template, parameters, buffers, _Owner(pairs), sites)
-    for node in template.module.graph.nodes:
+    for node in template.flat.graph.nodes:
         walk.visit(node)
     return Binding(
         template=template,
@@ -188,6 +205,8 @@ class _Walk:
         self._promised: set[fx.Node] = set()
         self._functional: set[fx.Node] = set()
         self._seen: Counter[tuple[str, str, str]] = Counter()
+        self._checkpoint_ids: dict[Checkpoint, str] = {}
+        self._transforms = 0
 
     def visit(self, node: fx.Node) -> None:
         value = node.meta.get("example_value")
@@ -199,6 +218,7 @@ class _Walk:
                 self.tensor_id[node] = f"input:{self.template.number}.{node.target}"
         elif node.op in ("call_function", "call_method"):
             if not self._is_part(node):
+                self._transforms += enters_transform(node)
                 self._visit_call(node, value)
 
     def _input_id(self, node: fx.Node) -> str:
@@ -233,19 +253,25 @@ class _Walk:
             return
         kind = kind_of(node)
         fqn = self.owner.fqn(module_path(node))
-        frame = user_frame(node)
-        self._seen[(fqn, kind, frame)] += 1
-        number = self.sites.number(fqn, kind, frame, self._seen[(fqn, kind, frame)] - 1)
-        op_id = f"{fqn}:{kind}#{number}"
+        op_id = self._site(node, fqn, kind)
         outputs = self._name_results(node, op_id, value, len(results))
         if not floats and not read_floats:
             return
         functional = changed is not None and self._may_run_out_of_place(node, changed)
         if functional:
             self._functional.add(node)
-        op_class = self._class(node, kind, changed if not functional else None, arguments)
+        gemm = gemm_call(kind, node, self.parameters)
+        op_class = self._class(node, kind, changed if not functional else None, arguments, gemm)
         pinned = self._promise(node, op_class, arguments)
-        weights = tuple(self.parameters[n] for n in arguments if n in self.parameters)
+        if op_class is not OpClass.GEMM:
+            gemm = None
+        elif gemm is not None:
+            arguments = list(gemm.tensors)
+        named = arguments
+        if op_class is OpClass.GEMM:
+            # A product whose parameter is not in the place of a weight is a product of two activations.
+            named = [] if gemm is None else [n for n in (gemm.parameter, gemm.bias) if n is not None]
+        weights = tuple(self.parameters[n] for n in named if n in self.parameters)
         self.ops.append(
             OpNode(
                 node=node,
@@ -259,10 +285,27 @@ class _Walk:
                 inplace=None if functional else changed,
                 functional=functional,
                 pinned=pinned,
+                checkpoints=self._checkpoints(node),
+                transformed=self._transforms > 0,
+                gemm=gemm,
             )
         )
         if changed is not None and not functional and outputs and changed.op != "placeholder":
             self.tensor_id[changed] = outputs[0]  # later readers see the changed values
+
+    def _site(self, node: fx.Node, fqn: str, kind: str) -> str:
+        frame = user_frame(node)
+        self._seen[(fqn, kind, frame)] += 1
+        number = self.sites.number(fqn, kind, frame, self._seen[(fqn, kind, frame)] - 1)
+        return f"{fqn}:{kind}#{number}"
+
+    def _checkpoints(self, node: fx.Node) -> tuple[str, ...]:
+        path = self.template.flat.within.get(node, ())
+        for checkpoint in path:
+            if checkpoint not in self._checkpoint_ids:
+                fqn = self.owner.fqn(module_path(checkpoint.node))
+                self._checkpoint_ids[checkpoint] = self._site(checkpoint.node, fqn, "checkpoint")
+        return tuple(self._checkpoint_ids[checkpoint] for checkpoint in path)
 
     def _name_results(self, node: fx.Node, op_id: str, value: Any, count: int) -> tuple[str, ...]:
         if isinstance(value, torch.Tensor):
@@ -273,18 +316,33 @@ class _Walk:
             return tuple(name for name, v in zip(self._parts[node], value, strict=True) if isinstance(v, torch.Tensor))
         return ()
 
-    def _class(self, node: fx.Node, kind: str, changed: fx.Node | None, arguments: Sequence[fx.Node]) -> OpClass:
+    def _class(
+        self,
+        node: fx.Node,
+        kind: str,
+        changed: fx.Node | None,
+        arguments: Sequence[fx.Node],
+        gemm: GemmCall | None,
+    ) -> OpClass:
         """The table's class, narrowed by what this call looks like."""
+        if self._transforms:
+            return OpClass.UNKNOWN
         op_class = class_of(kind)
+        if kind == FUNCTION and self._is_pointwise_function(node):
+            op_class = OpClass.POINTWISE
         if changed is not None:
             # In-place ops compute in the format of the memory that they change.
             return OpClass.VIEW if op_class in (OpClass.POINTWISE, OpClass.NORM, OpClass.VIEW) else op_class
         if op_class in (OpClass.GEMM, OpClass.POINTWISE, OpClass.NORM):
-            if not returns_float32(node.meta.get("example_value")) or "out" in node.kwargs or "dtype" in node.kwargs:
+            result = node.meta.get("example_value")
+            results = result if isinstance(result, (tuple, list)) and kind == FUNCTION else (result,)
+            if not all(map(returns_float32, results)) or "out" in node.kwargs or "dtype" in node.kwargs:
                 return OpClass.WIDE
-            if any(n.meta["example_value"].dtype in (torch.float64, torch.complex64) for n in arguments):
+            dtypes = {n.meta["example_value"].dtype for n in arguments}
+            # Of integers alone (`positions / 8`) torch makes its default dtype, whatever we would like.
+            if torch.float32 not in dtypes or dtypes & {torch.float64, torch.complex64}:
                 return OpClass.WIDE
-        if op_class is OpClass.GEMM and not self._gemm_is_ours(node, kind):
+        if op_class is OpClass.GEMM and gemm is None and not _is_product(node, kind):
             return OpClass.WIDE
         result = node.meta.get("example_value")
         if op_class is OpClass.VIEW and isinstance(result, torch.Tensor) and not returns_float32(result):
@@ -293,29 +351,32 @@ class _Walk:
             return OpClass.WIDE
         return op_class
 
-    def _gemm_is_ours(self, node: fx.Node, kind: str) -> bool:
-        """Linears and convolutions need a parameter as weight, products two operands of at least two dimensions."""
-        operands = [a for a in node.args[:2] if isinstance(a, fx.Node)]
-        if len(operands) < 2 or any(not returns_float32(n.meta.get("example_value")) for n in operands):
-            return kind == "scaled_dot_product_attention"
-        if kind == "scaled_dot_product_attention":
-            return True
-        if kind == "linear":
-            return operands[1] in self.parameters
-        if kind in CONVS:
-            x = operands[0].meta["example_value"]
-            padding = node.args[4] if len(node.args) > 4 else node.kwargs.get("padding", 0)
-            return operands[1] in self.parameters and x.dim() == int(kind[4]) + 2 and not isinstance(padding, str)
-        return all(n.meta["example_value"].dim() >= 2 for n in operands)
+    def _is_pointwise_function(self, node: fx.Node) -> bool:
+        """Whether both bodies of a user's function consist of pointwise ops, which give the dtype that they take."""
+        for body in node.args[:2]:
+            assert isinstance(body, fx.Node)
+            module = self.template.module.get_submodule(str(body.target))
+            calls = [n for n in module.graph.nodes if n.op not in ("placeholder", "output") and not changes_mode(n)]
+            if not all(n.op in ("call_function", "call_method") for n in calls):
+                return False
+            if not all(class_of(kind_of(n)) in (OpClass.POINTWISE, OpClass.VIEW) for n in calls):
+                return False
+        return True
 
     def _promise(self, node: fx.Node, op_class: OpClass, arguments: Sequence[fx.Node]) -> bool:
-        """After the user's own cast to FP32 the value stays FP32 until the next GEMM."""
+        """After the user's own cast to FP32 the value stays FP32 until the next GEMM, or until it is cast back.
+
+        `x.to(torch.float32)`, …, `y.to(x.dtype)` both cast to FP32 while the model is FP32; the second is the one that
+        finds a value under promise.
+        """
         makes_its_own = not any(n.meta["example_value"].is_floating_point() for n in arguments)
+        promised = any(n in self._promised for n in arguments)
         if is_user_cast(node) or (node.kwargs.get("dtype") is torch.float32 and not makes_its_own):
-            if returns_float32(node.meta.get("example_value")):
+            gives_back = promised and kind_of(node) in ("to", "type", "type_as")
+            if returns_float32(node.meta.get("example_value")) and not gives_back:
                 self._promised.add(node)
             return False
-        carried = op_class is not OpClass.GEMM and any(n in self._promised for n in arguments)
+        carried = op_class is not OpClass.GEMM and promised
         if carried:
             self._promised.add(node)
         return carried and op_class in (OpClass.POINTWISE, OpClass.NORM)
@@ -333,3 +394,14 @@ class _Walk:
             return False
         tensors = [n.meta["example_value"] for n in node.all_input_nodes if n in self.tensor_id]
         return all(returns_float32(t) or not (t.is_floating_point() or t.is_complex()) for t in tensors)
+
+
+def _is_product(node: fx.Node, kind: str) -> bool:
+    """Attention, or a product of two float32 tensors of at least two dimensions each."""
+    if kind == "scaled_dot_product_attention":
+        return True
+    operands = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, fx.Node)]
+    if kind not in ("matmul", "mm", "bmm") or len(operands) != 2:
+        return False
+    values = [n.meta.get("example_value") for n in operands]
+    return all(returns_float32(v) and v.dim() >= 2 for v in values)

@@ -16,9 +16,12 @@ from autoprec.graphs import OpClass
 
 __all__ = [
     "CONVS",
+    "FUNCTION",
+    "GROUPED",
     "INPLACE_POSITION",
     "changes_mode",
     "class_of",
+    "enters_transform",
     "inplace_target",
     "is_user_cast",
     "kind_of",
@@ -28,7 +31,10 @@ __all__ = [
 
 CONVS = ("conv1d", "conv2d", "conv3d")
 
-_GEMM = {"linear", *CONVS, "matmul", "bmm", "mm", "scaled_dot_product_attention"}
+#: Products of rows, sorted by expert, with the expert's own weight; the last is transformers' own.
+GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+
+_GEMM = {"linear", *CONVS, *GROUPED, "matmul", "bmm", "mm", "addmm", "scaled_dot_product_attention"}
 
 _NORM = {"layer_norm", "batch_norm", "group_norm", "instance_norm", "rms_norm"}
 
@@ -57,19 +63,22 @@ _WIDE = set(
     ctc_loss exp exp2 expm1 log log1p log2 log10 pow square sqrt rsqrt reciprocal sum mean var std var_mean std_mean
     prod cumsum cumprod norm vector_norm linalg_vector_norm normalize logsumexp erf erfc softplus logsigmoid
     embedding embedding_bag lstm gru rnn_tanh rnn_relu lstm_cell gru_cell sin cos tan atan2 sign floor ceil round
-    topk sort argsort argmax argmin amax amin max min einsum addmm addbmm baddbmm addmv mv dot outer
+    topk sort argsort argmax argmin amax amin max min einsum addbmm baddbmm addmv mv dot outer
     conv_transpose1d conv_transpose2d conv_transpose3d tril triu scatter scatter_add index_add index_put masked_select
     masked_scatter one_hot zeros ones full empty arange linspace eye zeros_like ones_like full_like empty_like rand
     randn rand_like randn_like bernoulli multinomial tensor as_tensor new_zeros new_ones new_full new_empty eq ne lt le
     gt ge isnan isinf isfinite logical_and logical_or logical_not to float double half bfloat16 type type_as copy
     requires_grad item pad interpolate upsample pixel_shuffle unfold fold cdist bilinear glu softmin softsign
     local_response_norm repeat repeat_interleave tile multi_head_attention_forward addcmul addcdiv
-    fill zero setitem
+    fill zero setitem long int short bool byte char histc bincount slice
     """.split()
 )
 
+#: A user's own `autograd.Function`, captured with both of its bodies: what it computes it means to compute so.
+FUNCTION = "hop.autograd_function_apply"
+
 _CLASS: dict[str, OpClass] = (
-    dict.fromkeys(_WIDE, OpClass.WIDE)
+    dict.fromkeys((*_WIDE, FUNCTION), OpClass.WIDE)
     | dict.fromkeys(_VIEW, OpClass.VIEW)
     | dict.fromkeys(_POINTWISE, OpClass.POINTWISE)
     | dict.fromkeys(_NORM, OpClass.NORM)
@@ -187,6 +196,12 @@ def returns_float32(value: Any) -> bool:
 def changes_mode(node: fx.Node) -> bool:
     """True for calls that switch gradient recording or autocast: no cast may be shared across them."""
     return node.op == "call_function" and _raw_name(node) in _MODE_SETTERS
+
+
+def enters_transform(node: fx.Node) -> int:
+    """1 for the call that begins a level of a torch.func transform (vmap, grad, jvp), −1 for the one that ends it."""
+    name = _raw_name(node)
+    return name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
 
 
 _OUT_OF_PLACE_OPERATORS: dict[Any, Any] = {

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import checkpoint
+
+from autoprec.tracing.checkpoints import Flat, flatten, prepare
 
 __all__ = ["Template", "module_path", "user_frame"]
 
@@ -38,13 +39,15 @@ class Template:
 
     Attributes:
         module: the captured GraphModule; never changed.
-        placeholders: its inputs in order.
+        flat: its ops with those of checkpoints among them: what is named, priced and rewritten.
+        placeholders: its inputs in order (nodes of the flat graph).
         parameter_positions: indices of the inputs that are parameters.
         parameter_paths: template path of each of them (from where Dynamo found it), or () if unknown.
         number: order of capture in this process, to name inputs apart.
     """
 
     module: fx.GraphModule
+    flat: Flat
     placeholders: tuple[fx.Node, ...]
     parameter_positions: tuple[int, ...]
     parameter_paths: tuple[Path, ...]
@@ -53,32 +56,21 @@ class Template:
     @classmethod
     def capture(cls, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Template:
         """From what Dynamo hands to a backend."""
-        _keep_random_state(module)
-        placeholders = tuple(n for n in module.graph.nodes if n.op == "placeholder")
+        prepare(module)
+        flat = flatten(module)
+        placeholders = tuple(n for n in flat.graph.nodes if n.op == "placeholder")
         positions = tuple(i for i, v in enumerate(example_inputs) if isinstance(v, torch.nn.Parameter))
         paths = tuple(_source_path(placeholders[i]) for i in positions)
-        return cls(module=module, placeholders=placeholders, parameter_positions=positions, parameter_paths=paths)
+        return cls(
+            module=module,
+            flat=flat,
+            placeholders=placeholders,
+            parameter_positions=positions,
+            parameter_paths=paths,
+        )
 
     def __hash__(self) -> int:
         return id(self)
-
-
-def checkpointed(body: fx.GraphModule, *args: Any, **options: Any) -> Any:
-    """Activation checkpointing of a captured body, with the random state restored for the recomputation."""
-    context = body.meta.get("_checkpoint_context_fn")
-    more = {} if context is None else {"context_fn": context}
-    kept = {k: options[k] for k in ("determinism_check", "debug", "early_stop") if k in options}
-    return checkpoint(body, *args, use_reentrant=False, preserve_rng_state=True, **more, **kept)
-
-
-def _keep_random_state(module: fx.GraphModule) -> None:
-    """torch runs a captured checkpoint without restoring the random state (a compiler would), so that dropout inside
-    would draw another mask when it is recomputed."""
-    found = [n for n in module.graph.nodes if n.target is torch.ops.higher_order.tag_activation_checkpoint]
-    for node in found:
-        node.target = checkpointed
-    if found:
-        module.recompile()
 
 
 def _source_path(placeholder: fx.Node) -> Path:

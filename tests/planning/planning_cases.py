@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -151,8 +152,15 @@ class Maker:
         rng = self.rng
         roles = ("output", "grad_input", "grad_weight")
         keys = dict.fromkeys(op.timing_key for op in graph.ops)
+        side = rng.spawn(1)[0]
         timings = tuple(
-            OpTiming(timing_key=k, role=r, format=f, seconds=1e-4 * float(rng.uniform(0.2, 1.5) if f != "fp32" else 1))
+            OpTiming(
+                timing_key=k,
+                role=r,
+                format=f,
+                private_saved_bytes=int(side.integers(64)) if side.random() < 0.5 else None,
+                seconds=1e-4 * float(rng.uniform(0.2, 1.5) if f != "fp32" else 1),
+            )
             for k in keys
             for r in roles
             for f in FORMATS
@@ -222,7 +230,20 @@ def random_graph(rng: np.random.Generator) -> tuple[Maker, OpGraph]:
         else:
             out = make.op("gelu", OpClass.POINTWISE, (x,), shape, saves=(x,))
         live.append(out)
+    checkpoint_some(make, rng.spawn(1)[0])
     return make, make.graph(live[-1])
+
+
+def checkpoint_some(make: Maker, rng: np.random.Generator) -> None:
+    """Half of the graphs get activation checkpoints, some of them one inside another."""
+    if rng.random() < 0.5:
+        return
+    bounds = sorted(int(k) for k in rng.integers(len(make.ops) + 1, size=4))
+    path: tuple[str, ...] = ()
+    for name, (first, last) in {"c0": (bounds[0], bounds[3]), "c1": (bounds[1], bounds[2])}.items():
+        path = (*path, name)
+        for i in range(first, last):
+            make.ops[i] = dataclasses.replace(make.ops[i], checkpoints=path)
 
 
 def random_case(seed: int, *, most: int = 256) -> Case:

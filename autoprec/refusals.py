@@ -1,0 +1,93 @@
+"""What a run does not accept, each with the sentence that says what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoprec.errors import InputError, NotCapturedError, PlanError
+from autoprec.execution.dispatch import RECOMPILE_LIMIT
+from autoprec.graphs import OpClass
+from autoprec.plans import Plan
+from autoprec.tracing.bindings import Binding
+from autoprec.tracing.templates import Template
+
+__all__ = ["check_plan_fits", "refuse_autocast", "refuse_half", "refuse_strangers", "uncaptured"]
+
+
+def refuse_autocast(device_type: str) -> None:
+    """Raise `InputError` inside an ambient autocast."""
+    if torch.is_autocast_enabled(device_type):
+        raise InputError(
+            "the model is called inside torch.autocast, which would cast on top of the plan without being seen in"
+            " the captured graph; remove the autocast context (policy='bf16' is its uniform counterpart)"
+        )
+
+
+def refuse_strangers(
+    model: nn.Module, template: Template, arguments: Sequence[Any], known: Collection[int] = ()
+) -> None:
+    """Raise `NotCapturedError` for parameters that were put into the model after compile: they have neither guard nor
+    plan. `known` holds the ids of those that were there."""
+    if template.parameter_positions:
+        mine = {id(p): fqn for fqn, p in model.named_parameters() if id(p) not in known}
+        new = [mine[i] for p in template.parameter_positions if (i := id(arguments[p])) in mine]
+        if new:
+            raise NotCapturedError(
+                f"{', '.join(new[:3])} was put into the model after autoprec.compile (a replaced layer, or"
+                " load_state_dict(assign=True)); autoprec.unwrap(model) and compile it again"
+            )
+
+
+def refuse_half(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise `InputError` for trainable half-precision parameters."""
+    half = [f for f, p in parameters.items() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)]
+    if half:
+        raise InputError(
+            f"{len(half)} trainable parameters are {parameters[half[0]].dtype} ({half[0]}, …); autoprec keeps FP32"
+            " masters and casts per op: pass the model in FP32 (model.float())"
+        )
+
+
+def uncaptured(missed: Sequence[str], parameters: Collection[str], model: str, *, entered: bool) -> str:
+    """The sentence for gradients from outside the captured graphs. `entered`: the model itself was called."""
+    modules = sorted({m.rpartition(".")[0] or model for m in missed})
+    shown = ", ".join(modules[:5]) + (f" and {len(modules) - 5} more" if len(modules) > 5 else "")
+    if entered:
+        what = (
+            "Dynamo did not capture the code that uses them: a graph break in a module that owns parameters, more than"
+            f" {RECOMPILE_LIMIT} recompilations, or an input that it does not take (a packed sequence)."
+            " TORCH_LOGS=graph_breaks,recompiles shows which"
+        )
+    else:
+        what = (
+            "Call the model itself, model(x): calls of model.forward(x), of a submodule, or through a torch.compile of"
+            " your own go round it"
+        )
+    return (
+        f"{len(missed)} of {len(parameters)} parameters got gradients outside the captured graph"
+        f" (modules: {shown}). {what}"
+    )
+
+
+def check_plan_fits(plan: Plan, bindings: Iterable[Binding], trained: Iterable[Binding]) -> None:
+    """Raise `PlanError` if the plan names ops that none of the captured graphs has, or if it was calibrated and does
+    not name a layer that was trained."""
+    known = {op.id for binding in bindings for op in binding.ops}
+    unknown = sorted({a.op for a in plan.assignments} - known)
+    if unknown:
+        raise PlanError(
+            f"{len(unknown)} ops of the plan are not in this model, the first: {unknown[0]}."
+            " The plan was made for another model or input; calibrate this one"
+        )
+    layers = [op.id for binding in trained for op in binding.ops if op.op_class is OpClass.GEMM and op.weights]
+    named = {a.op for a in plan.assignments}
+    new = [op for op in layers if op not in named]
+    if plan.graph_fingerprint and new:
+        raise PlanError(
+            f"{len(new)} of {len(layers)} trained layers are not in the plan, the first: {new[0]}."
+            " The plan was made for another version of the model; calibrate this one"
+        )

@@ -1,0 +1,232 @@
+"""Products with a parameter, in whatever spelling, are linears: the same bits, roles, statistics and storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoprec
+from autoprec.graphs import Role
+from autoprec.plans import Assignment, Plan, Storage
+
+
+class Spelled(nn.Module):
+    """x @ W + b, with W of shape (in, out)."""
+
+    def __init__(self, product: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.randn(6))
+        self.product = product
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.product(self, torch.tanh(x))).square().mean()
+
+
+class Linear(Spelled):
+    def __init__(self) -> None:
+        super().__init__(lambda m, x: m.linear(x))
+        self.linear = nn.Linear(8, 6)
+        with torch.no_grad():
+            self.linear.weight.copy_(self.weight.t())
+            self.linear.bias.copy_(self.bias)
+        del self.weight, self.bias
+
+
+SPELLINGS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "addmm": lambda m, x: torch.addmm(m.bias, x, m.weight),
+    "addmm by name": lambda m, x: torch.addmm(input=m.bias, mat1=x, mat2=m.weight),
+    "mm": lambda m, x: torch.mm(x, m.weight) + m.bias,
+    "matmul": lambda m, x: x @ m.weight + m.bias,
+    "matmul by name": lambda m, x: torch.matmul(x, other=m.weight) + m.bias,
+    "F.linear of the transpose": lambda m, x: F.linear(x, m.weight.t(), m.bias),
+}
+
+
+def gradients(model: nn.Module, plan: Plan | None) -> list[Tensor]:
+    """Loss, weight gradient as (in, out), bias gradient; under a plan, or as it is."""
+    if plan is not None:
+        autoprec.compile(model, plan=plan, events=None)
+    torch.manual_seed(1)
+    loss = model(torch.randn(5, 8))
+    loss.backward()
+    weight, bias = (p.grad for p in model.parameters())
+    return [loss.detach(), weight.t() if isinstance(model, Linear) else weight, bias]
+
+
+def plan_for(op: str, formats: dict[Role, str], narrow: bool) -> Plan:
+    return Plan(
+        assignments=tuple(Assignment(op=op, role=r, format=f, reason="so be it") for r, f in formats.items()),
+        storages=(Storage(tensor=":tanh#0", format="fp8_e4m3", reason="so be it"),) if narrow else (),
+    )
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("formats", ["bf16 bf16 bf16", "bf16 fp16 fp32", "fp32 fp32 fp32"])
+@pytest.mark.parametrize("name", ["addmm", "addmm by name"])
+def test_addmm_is_a_linear(name: str, formats: str, narrow: bool) -> None:
+    chosen = dict(zip(Role, formats.split(), strict=True))
+    expected = gradients(Linear(), plan_for("linear:linear#0", chosen, narrow))
+    found = gradients(Spelled(SPELLINGS[name]), plan_for(":addmm#0", chosen, narrow))
+    if formats.startswith("fp32"):  # FP32 products of another layout add up in another order
+        assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(expected, found, strict=True))
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_every_spelling_is_calibrated_planned_and_trained(name: str) -> None:
+    reference, model = Linear(), Spelled(SPELLINGS[name])
+    plain = [gradients(m, None) for m in (Linear(), Spelled(SPELLINGS[name]))]
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*plain, strict=True))
+    profiles = []
+    for m in (reference, model):
+        torch.manual_seed(2)
+        batches = [torch.randn(16, 8) for _ in range(3)]
+        policy = autoprec.Policy(name="p", formats=["fp32", "bf16"], objective="bytes")
+        autoprec.compile(m, policy=policy, batches=batches, loss_fn=lambda net, x: net(x), events=None)
+        profiles.append(autoprec.session(m).profile)
+    ops = {op.kind: op for op in autoprec.session(model).graph.ops}
+    op = ops.get(name.split()[0]) or ops["linear"]
+    assert op.weights[0] == "weight" and len(op.roles) == 3
+    assert op.inputs[:2] == (":tanh#0", ":t#0" if name.startswith("F.linear") else "param:weight")
+    assert op.flops == 2 * 16 * 8 * 6
+    linear = profiles[0].tensor_by_id["linear:linear#0"]
+    found = profiles[1].tensor_by_id[op.outputs[0]]
+    for field in ("input_weight_grad", "gradient_weight_grad"):
+        a, b = getattr(linear, field), getattr(found, field)
+        assert b.energy == pytest.approx(a.energy, rel=1e-4)
+    assert torch.isfinite(model(torch.randn(16, 8)))
+
+
+def test_a_parameter_on_the_left_is_a_product_of_two_activations() -> None:
+    model = Spelled(lambda m, x: m.weight @ x[:6, :6])
+    autoprec.compile(model, policy="bf16", events=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.bias.requires_grad_(False)
+    for _ in range(10):
+        model(torch.randn(6, 8)).backward()
+        optimizer.step()
+    session = autoprec.session(model)
+    op = next(o for o in session.graph.ops if o.kind == "matmul")
+    assert op.weights == () and op.roles == (Role.OUTPUT,)
+    assert session.executed_formats()[op.id] == "bf16"
+
+
+@torch.library.custom_op("autoprec_tests::grouped_mm_fallback", mutates_args=())
+def grouped(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """Dynamo takes torch's own grouped_mm in BF16 only; what libraries register for FP32 looks like this."""
+    y, begin = x.new_zeros(len(x), weight.shape[2]), 0
+    for w, end in zip(weight, offs.tolist(), strict=True):
+        y[begin:end] = x[begin:end] @ w
+        begin = end
+    return y
+
+
+@grouped.register_fake
+def _(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    return x.new_empty(len(x), weight.shape[2])
+
+
+def keep_operands(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def grouped_backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, weight, offs = ctx.saved_tensors
+    with torch.enable_grad():
+        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        ends = offs.tolist()
+        parts = [x[a:b] @ w for w, a, b in zip(weight, [0, *ends], ends, strict=False)]
+        grads = torch.autograd.grad(torch.cat(parts), (x, weight), g)
+    return (*grads, None)
+
+
+grouped.register_autograd(grouped_backward, setup_context=keep_operands)
+
+
+class Experts(nn.Module):
+    """Rows sorted by expert, each with its expert's weight; (experts, out, in) and transposed for the product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(3, 8, 8) / 3)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        offs = torch.tensor([4, 4, 16], dtype=torch.int32)
+        h = grouped(torch.tanh(x), self.weight.transpose(-2, -1), offs)
+        return self.head(h).square().mean()
+
+
+class ExpertsByHand(Experts):
+    """The same as one linear per expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+        with torch.no_grad():
+            for i, expert in enumerate(self.experts):
+                expert.weight.copy_(self.weight[i])
+        del self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x)
+        parts = [self.experts[i](x[a:b]) for i, (a, b) in enumerate(((0, 4), (4, 4), (4, 16)))]
+        return self.head(torch.cat(parts)).square().mean()
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp16"])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_experts_are_linears(fmt: str, narrow: bool) -> None:
+    """One expert has no row at all."""
+    found = []
+    for model, ops in (
+        (Experts(), [":grouped_mm_fallback#0"]),
+        (ExpertsByHand(), [f"experts.{i}:linear#0" for i in range(3)]),
+    ):
+        plan = Plan(
+            assignments=tuple(Assignment(op=o, role=r, format=fmt, reason="so be it") for o in ops for r in Role),
+            storages=(Storage(tensor=":tanh#0", format="fp8_e4m3", reason="so be it"),)
+            if narrow and isinstance(model, Experts) and not isinstance(model, ExpertsByHand)
+            else (),
+        )
+        autoprec.compile(model, plan=plan, events=None)
+        torch.manual_seed(1)
+        loss = model(torch.randn(16, 8))
+        loss.backward()
+        if isinstance(model, ExpertsByHand):
+            grads = [torch.zeros(8, 8) if e.weight.grad is None else e.weight.grad for e in model.experts]
+            found.append((loss.detach(), torch.stack(grads)))
+        else:
+            found.append((loss.detach(), model.weight.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    if narrow:  # the gradient of each weight sees the input through E4M3: at most half an ulp of three mantissa bits
+        error = (found[0][1] - found[1][1]).norm() / found[1][1].norm()
+        assert 0 < error < 2.0**-4
+    else:
+        assert torch.allclose(found[0][1], found[1][1], rtol=1e-6)
+
+
+def test_experts_are_calibrated_and_planned() -> None:
+    model = Experts()
+    torch.manual_seed(2)
+    batches = [torch.randn(16, 8) for _ in range(4)]
+    policy = autoprec.Policy(
+        name="p", formats=["fp32", "bf16"], objective="bytes", noise={"gradient": 1.0, "loss": 1.0}
+    )
+    plain = float(model(batches[0]).detach())
+    autoprec.compile(model, policy=policy, batches=batches, loss_fn=lambda m, x: m(x), events=None)
+    session = autoprec.session(model)
+    assert session.graph is not None and session.profile is not None and session.plan is not None
+    op = session.graph.op_by_id[":grouped_mm_fallback#0"]
+    assert op.weights == ("weight",) and len(op.roles) == 3 and op.flops == 2 * 16 * 8 * 8
+    assert session.profile.tensor_by_id[op.id].input_weight_grad is not None
+    assert session.plan.format_of[op.id, Role.OUTPUT] == "bf16"
+    assert float(model(batches[0]).detach()) == pytest.approx(plain, rel=0.02)
