@@ -1,0 +1,302 @@
+"""Every op that torch tests, under the identity plan and under all-BF16 and all-FP16 plans.
+
+`python -m tests.campaigns.ops [--samples N] [NAME ...]` runs the first N FP32 samples of each op of torch's own `op_db`
+(all of them with `--samples 0`) and ends with exit code 1 if a law is broken:
+
+* the identity plan is bitwise the op, outputs and gradients, and raises nothing that the op does not raise;
+* under a narrow plan outputs and gradients are bitwise those of `ManualCast`, which casts by hand and shares nothing
+  with the rewriter; dtypes are those of the op; nothing becomes non-finite that is finite by hand.
+
+A sample whose tensors can all be parameters becomes a module; what Dynamo does not capture is listed with its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+import autoprec
+from autoprec.graphs import OpClass, Role
+from autoprec.plans import Assignment, Plan
+from autoprec.tracing.bindings import OpNode
+
+#: They return memory as they find it.
+UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class OpModule(nn.Module):
+    """One sample of an op; its float32 tensors are parameters."""
+
+    def __init__(self, op: Any, sample: Any) -> None:
+        super().__init__()
+        self.op = op
+        leaves, self.spec = tree_flatten((sample.input, sample.args, sample.kwargs))
+        self.own = [_is_parameter(v) for v in leaves]
+        self.leaves = [None if own else v for v, own in zip(leaves, self.own, strict=True)]
+        self.parameters_ = nn.ParameterList(
+            nn.Parameter(v.detach().clone(), requires_grad=v.requires_grad) for v in leaves if _is_parameter(v)
+        )
+
+    def forward(self) -> Any:
+        parameters = iter(self.parameters_)
+        leaves = [next(parameters) if own else v for v, own in zip(self.leaves, self.own, strict=True)]
+        first, args, kwargs = tree_unflatten(leaves, self.spec)
+        return self.op(first, *args, **kwargs)
+
+
+def _is_parameter(v: Any) -> bool:
+    return isinstance(v, Tensor) and v.dtype is torch.float32 and v.is_leaf and v.layout is torch.strided
+
+
+class Straight(torch.autograd.Function):
+    """Rounds forward; the gradient of a master weight is not rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype).float()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g, None
+
+
+class ManualCast(fx.Interpreter):
+    """The captured graph with casts by hand: what an op reads is cast before it, what it gives stays as it is until
+    somebody wants FP32. Products are made of rounded operands in FP32 and rounded once."""
+
+    def __init__(self, module: fx.GraphModule, ops: dict[fx.Node, OpNode], dtype: torch.dtype) -> None:
+        super().__init__(module)
+        self.ops, self.dtype = ops, dtype
+
+    def run_node(self, n: fx.Node) -> Any:
+        op = self.ops.get(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if op is not None and planned(op):
+            return self._narrow(n, op, args, kwargs)
+        if op is not None and op.op_class is OpClass.VIEW:
+            return getattr(self, n.op)(n.target, args, kwargs)
+        wide = fx.node.map_aggregate((args, kwargs), lambda v: v.float() if self._is_ours(v) else v)
+        return getattr(self, n.op)(n.target, *wide)
+
+    def _is_ours(self, v: Any) -> bool:
+        return isinstance(v, Tensor) and v.dtype is self.dtype
+
+    def _narrow(self, n: fx.Node, op: OpNode, args: Any, kwargs: Any) -> Any:
+        def cast(v: Any) -> Any:
+            return v.to(self.dtype) if isinstance(v, Tensor) and v.dtype in (torch.float32, self.dtype) else v
+
+        if op.op_class is OpClass.GEMM and op.kind != "scaled_dot_product_attention":
+            weights = [] if op.gemm is None else [self.env[m] for m in op.gemm.tensors[1:]]
+
+            def operand(v: Any) -> Any:
+                if any(v is w for w in weights):
+                    return Straight.apply(v, self.dtype)
+                return cast(v).float() if isinstance(v, Tensor) and v.is_floating_point() else v
+
+            args, kwargs = fx.node.map_aggregate((args, kwargs), operand)
+            return getattr(self, n.op)(n.target, args, kwargs).to(self.dtype)
+        args, kwargs = fx.node.map_aggregate((args, kwargs), cast)
+        return getattr(self, n.op)(n.target, args, kwargs)
+
+
+def planned(op: OpNode) -> bool:
+    """Ops that the narrow plans of this campaign name: norms are tested against formulas of their own elsewhere."""
+    return (
+        op.op_class in (OpClass.GEMM, OpClass.POINTWISE) and not op.pinned and op.inplace is None and not op.functional
+    )
+
+
+def roles(op: OpNode) -> Sequence[Role]:
+    return tuple(Role) if op.gemm is not None else (Role.OUTPUT,)
+
+
+@dataclass
+class Tally:
+    """What was counted."""
+
+    samples: int = 0
+    captured: int = 0
+    narrow: int = 0
+    broken: list[str] = field(default_factory=list)
+    eager: Counter[str] = field(default_factory=Counter)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def floats(result: Any) -> list[Tensor]:
+    return [v for v in tree_flatten(result)[0] if isinstance(v, Tensor)]
+
+
+def outcome(module: nn.Module, call: Any) -> list[Tensor | None]:
+    """Outputs and gradients, under a fixed gradient of the outputs."""
+    torch.manual_seed(7)
+    module.zero_grad()
+    outputs = floats(call())
+    live = [y for y in outputs if y.requires_grad and (y.is_floating_point() or y.is_complex())]
+    if live:
+        generator = torch.Generator().manual_seed(11)
+        grads = [torch.randn(y.shape, generator=generator, dtype=torch.float32).to(y.dtype) for y in live]
+        torch.autograd.backward(live, grads)
+    return [*(y.detach() for y in outputs), *(p.grad for p in module.parameters())]
+
+
+def same(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> str:
+    """ "" or what differs."""
+    if len(a) != len(b):
+        return f"{len(a)} results, not {len(b)}"
+    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+        if x is None or y is None:
+            if x is not y:
+                return f"result {i} is {'missing' if y is None else 'there'}"
+        elif x.dtype is not y.dtype or x.shape != y.shape:
+            return f"result {i} is {y.dtype} {tuple(y.shape)}, not {x.dtype} {tuple(x.shape)}"
+        elif not _equal(x, y):
+            return f"result {i} differs"
+    return ""
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    if x.layout is not torch.strided:
+        x, y = x.to_dense(), y.to_dense()
+    if x.is_complex():
+        x, y = torch.view_as_real(x.resolve_conj()), torch.view_as_real(y.resolve_conj())
+    return bool(torch.equal(x, y) or torch.allclose(x, y, rtol=0, atol=0, equal_nan=True))
+
+
+def samples_of(op: Any, count: int) -> Iterator[Any]:
+    made = op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)
+    for i, sample in enumerate(made):
+        if count and i == count:
+            return
+        yield sample
+
+
+def check(name: str, op: Any, sample: Any, tally: Tally) -> None:
+    """One sample under three plans."""
+    tally.samples += 1
+    module = OpModule(op, sample)
+    if not list(module.parameters()):
+        tally.eager["no float32 tensor of its own"] += 1
+        return
+    try:
+        expected, again = outcome(module, module), outcome(module, module)
+    except Exception as error:
+        tally.eager[f"the op itself raises {type(error).__name__}"] += 1
+        return
+    if same(expected, again):
+        tally.eager["not reproducible in eager mode"] += 1
+        return
+    torch._dynamo.reset()
+    autoprec.compile(module, plan=Plan(assignments=()), events=None)
+    session = autoprec.session(module)
+    try:
+        found = outcome(module, module)
+    except Exception as error:
+        tally.broken.append(f"{name}: identity raises {type(error).__name__}: {str(error).splitlines()[0][:120]}")
+        autoprec.unwrap(module)
+        return
+    ops = [o for b in session.bindings for o in b.ops]
+    if not ops:
+        tally.eager["not captured"] += 1
+        tally.reasons.setdefault(name, "Dynamo leaves no graph with a float32 op in it")
+        autoprec.unwrap(module)
+        return
+    tally.captured += 1
+    if difference := same(expected, found):
+        tally.broken.append(f"{name}: identity: {difference}")
+    elif len(session.bindings) == 1 and any(planned(o) for o in ops):
+        for fmt in DTYPES:
+            narrow(name, module, session, ops, fmt, expected, tally)
+    autoprec.unwrap(module)
+
+
+def narrow(
+    name: str, module: nn.Module, session: Any, ops: list[OpNode], fmt: str, wide: list[Tensor | None], tally: Tally
+) -> None:
+    """All that can be planned in one format, against the casts by hand."""
+    (slot,) = session._slots.values()
+    binding = slot.binding
+    if binding.template.flat.within:
+        return
+    plan = Plan(
+        assignments=tuple(
+            Assignment(op=o.id, role=r, format=fmt, reason="campaign") for o in ops if planned(o) for r in roles(o)
+        )
+    )
+    interpreter = ManualCast(binding.template.module, binding.op_of, DTYPES[fmt])
+    session._adopt(plan)
+
+    def by_hand(slot: Any, given: Sequence[Any]) -> Any:
+        result = interpreter.run(*given)
+        return fx.node.map_aggregate(result, lambda v: v.float() if interpreter._is_ours(v) else v)
+
+    try:
+        with mock.patch.object(type(slot), "run", by_hand):
+            expected = outcome(module, module)
+    except NotImplementedError as error:  # torch has no kernel for it in this dtype
+        tally.eager[f"no {fmt} kernel"] += 1
+        tally.reasons.setdefault(f"{name} in {fmt}", str(error).splitlines()[0][:80])
+        return
+    tally.narrow += 1
+    try:
+        found = outcome(module, module)
+    except Exception as error:
+        tally.broken.append(f"{name}: {fmt} raises {type(error).__name__}: {str(error).splitlines()[0][:120]}")
+        return
+    if difference := same(expected, found):
+        tally.broken.append(f"{name}: {fmt}: {difference}")
+    if [getattr(x, "dtype", None) for x in wide] != [getattr(x, "dtype", None) for x in found]:
+        tally.broken.append(f"{name}: {fmt}: a dtype changed at the boundary")
+
+
+def campaign(names: Sequence[str], count: int, *, every: int = 1) -> Tally:
+    """The first `count` samples of every so many ops, or of those with the given names."""
+    tally, shown = Tally(), 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for op in op_db[::every]:
+            name = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
+            if torch.float32 not in op.dtypes or op.name in UNINITIALISED or (names and name not in names):
+                continue
+            for sample in samples_of(op, count):
+                check(name, op.op, sample, tally)
+            while shown < len(tally.broken):
+                print(f"RED {tally.broken[shown]}", file=sys.stderr, flush=True)
+                shown += 1
+    return tally
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--samples", type=int, default=1, help="samples per op, 0 for all")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    begin = time.perf_counter()
+    tally = campaign(arguments.names, arguments.samples)
+    print(f"{tally.samples} samples, {tally.captured} captured, {tally.narrow} narrow runs, {len(tally.broken)} broken")
+    for reason, n in tally.eager.most_common():
+        print(f"  {n:5} eager: {reason}")
+    for name, reason in tally.reasons.items():
+        print(f"  eager {name}: {reason}")
+    for line in tally.broken:
+        print(f"RED {line}")
+    print(f"{time.perf_counter() - begin:.0f} s")
+    return 1 if tally.broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""The first sample of every third of torch's ops; `python -m tests.campaigns.ops` runs all ops, with `--samples 0` all
+samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.campaigns import ops
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ops_are_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        tally = ops.campaign((), 1, every=3)
+    finally:
+        torch.set_num_threads(threads)
+    with capsys.disabled():
+        print(f"\n  {tally.samples} samples, {tally.captured} captured, {tally.narrow} narrow runs", end="")
+    assert tally.broken == []
+    assert tally.captured > 180 and tally.narrow > 25
+
+
+def test_a_planted_difference_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Casts by hand to the wrong format are not what the rewriter makes."""
+    monkeypatch.setitem(ops.DTYPES, "bf16", torch.float16)
+    tally = ops.campaign(("nn.functional.linear", "nn.functional.gelu"), 1)
+    assert len(tally.broken) >= 2
