@@ -1,0 +1,181 @@
+"""What narrow formats do to values that are not ordinary: masks, integers, nothing at all, batches without noise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoprec
+from autoprec.graphs import Role
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+class Attention(nn.Module):
+    """Causal, with a mask of the lowest number there is; if `blind`, one query sees nothing at all."""
+
+    def __init__(self, mask: Callable[[Any, Tensor], Tensor], *, blind: bool = False) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.bias = nn.Parameter(torch.randn(8, 8) / 10)
+        allowed = torch.ones(8, 8).tril().bool()
+        allowed[3] &= not blind
+        self.register_buffer("mask", torch.zeros(8, 8).masked_fill(~allowed, LOWEST), persistent=False)
+        self.attend = mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.attend(self, x)).square().mean()
+
+
+def added_to_scores(m: Any, x: Tensor) -> Tensor:
+    scores = m.q(x) @ m.k(x).transpose(-2, -1) / 4
+    return torch.softmax(scores + m.mask, -1) @ m.v(x)
+
+
+def with_a_learned_bias(m: Any, x: Tensor) -> Tensor:
+    q, k, v = (f(x)[:, None] for f in (m.q, m.k, m.v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=m.bias + m.mask)[:, 0]
+
+
+def sliced(m: Any, x: Tensor) -> Tensor:
+    q, k, v = (f(x)[:, None] for f in (m.q, m.k, m.v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=m.mask[None, None, :, :8][..., : x.shape[1], :])[:, 0]
+
+
+def trained(model: nn.Module, steps: int = 12) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 8, 16))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("blind", [False, True])
+@pytest.mark.parametrize("fmt", ["bf16", "fp16"])
+@pytest.mark.parametrize("attend", [added_to_scores, with_a_learned_bias, sliced], ids=lambda f: f.__name__)
+def test_a_mask_of_the_lowest_number_masks(attend: Callable[[Any, Tensor], Tensor], fmt: str, blind: bool) -> None:
+    """Every op that can be in the format is. A row that sees nothing means nothing, but it is no NaN: in FP32 the
+    lowest number swallows the scores and the row is their mean, in FP16 it does not."""
+    torch.manual_seed(0)
+    model = Attention(attend, blind=blind)
+    expected = trained(copy.deepcopy(model))
+    policy = autoprec.Policy(
+        name="narrow",
+        formats=["fp32", fmt],
+        rules=[autoprec.Rule(pin=fmt, optional=True)],
+        storage={"formats": []},
+        noise={"gradient": 1e3, "loss": 1e3},
+        calibration={"steps": 3},
+    )
+    found = trained(autoprec.compile(model, policy=policy, events=None))
+    session = autoprec.session(model)
+    assert [e.kind for e in session.events] == ["planned"]  # nothing vetoed
+    assert found == pytest.approx(expected, rel=0.2 if blind else 0.02)
+    executed = session.executed_formats()
+    assert executed[":softmax#0" if attend is added_to_scores else ":scaled_dot_product_attention#0"]
+    assert executed["out:linear#0"] == executed["q:linear#0"] == fmt
+
+
+@pytest.mark.parametrize("attend", [added_to_scores, with_a_learned_bias], ids=lambda f: f.__name__)
+def test_uniform_bf16_reaches_what_reads_a_mask(attend: Callable[[Any, Tensor], Tensor]) -> None:
+    """The huge values are a mask's: they forbid no format."""
+    model = autoprec.compile(Attention(attend), policy="bf16", events=None)
+    trained(model)
+    executed = autoprec.session(model).executed_formats()
+    reads = ":add#0" if attend is added_to_scores else ":scaled_dot_product_attention#0"
+    assert executed[reads] == "bf16"
+
+
+def test_an_optional_rule_gives_way_where_values_leave_the_format() -> None:
+    class Huge(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x) * 1e6 / 1e6).square().mean()
+
+    for optional in (True, False):
+        policy = autoprec.Policy(
+            name="half", formats=["fp32", "fp16"], rules=[autoprec.Rule(pin="fp16", optional=optional)],
+            noise={"gradient": 1e3, "loss": 1e3}, calibration={"steps": 2},
+        )  # fmt: skip
+        model = autoprec.compile(Huge(), policy=policy, events=None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def steps(model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            for _ in range(4):
+                model(torch.randn(4, 8)).backward()
+                optimizer.step()
+
+        if not optional:
+            with pytest.raises(autoprec.InfeasibleError, match=r":mul#0.*fp16 overflows"):
+                steps()
+            continue
+        steps()
+        formats = autoprec.session(model).plan.format_of
+        assert formats[":mul#0", Role.OUTPUT] == "fp32" and formats["a:linear#0", Role.OUTPUT] == "fp16"
+
+
+def test_an_op_on_integers_alone_stays_as_it_is() -> None:
+    """`positions / 8` is float32 whatever a plan would like."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.a(x) * (torch.arange(8) / 8)).square().mean()
+
+    model = Positions()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    autoprec.compile(model, policy="bf16", events=None)
+    for _ in range(10):
+        model(torch.randn(4, 8)).backward()
+        optimizer.step()
+    executed = autoprec.session(model).executed_formats()
+    assert executed[":div#0"] == "fp32" and executed[":mul#0"] == "bf16"
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 0, 4)])
+def test_products_of_nothing(shape: tuple[int, ...]) -> None:
+    model = nn.Sequential(nn.Linear(shape[-1], 5), nn.ReLU())
+    expected = [model(torch.zeros(shape)).shape, *(p.shape for p in model.parameters())]
+    autoprec.compile(model, policy="bf16", events=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(10):
+        y = model(torch.zeros(shape))
+        y.sum().backward()
+        optimizer.step()
+    assert [y.shape, *(p.grad.shape for p in model.parameters())] == expected
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_equal_batches_leave_no_noise_to_hide_behind() -> None:
+    """With batches that differ the same policy does use narrow formats."""
+    used = []
+    for equal in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+        fixed = torch.randn(64, 16)
+        autoprec.compile(model, policy="memory", events=None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for _ in range(9):
+            optimizer.zero_grad()
+            model(fixed if equal else torch.randn(64, 16)).square().mean().backward()
+            optimizer.step()
+        used.append(autoprec.session(model).plan.formats_used())
+    assert used[0] == ("fp32",)
+    assert len(used[1]) > 1
