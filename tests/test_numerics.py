@@ -96,15 +96,41 @@ def gradients(f: Any, *leaves: torch.Tensor) -> list[torch.Tensor]:
     return [y.detach(), *(t.grad for t in copies)]
 
 
-def test_linear_and_matmul_are_torchs_in_fp32() -> None:
+def test_a_linear_is_torchs_in_fp32() -> None:
     x, w, b = torch.randn(2, 5, 8), torch.randn(6, 8), torch.randn(6)
     for a, c in zip(
         gradients(F.linear, x, w, b), gradients(lambda *t: linear(*t, None, FP32_SPEC), x, w, b), strict=True
     ):
         torch.testing.assert_close(a, c)
-    p, q = torch.randn(3, 1, 4, 8), torch.randn(2, 8, 5)  # leading dimensions broadcast
+
+
+@pytest.mark.parametrize(
+    ("p_shape", "q_shape"),
+    [
+        ((4, 5), (5, 6)),
+        ((2, 3, 4, 5), (5, 6)),
+        ((4, 5), (3, 5, 6)),
+        ((3, 1, 4, 5), (2, 5, 6)),
+        ((1, 3, 4, 5), (2, 1, 5, 6)),
+        ((2, 1, 4, 5), (2, 3, 5, 6)),
+        ((0, 4, 5), (5, 6)),
+        ((2, 3, 4, 0), (0, 6)),
+    ],
+)
+def test_products_with_broadcast_leading_dimensions_are_torchs_in_fp32(p_shape: Any, q_shape: Any) -> None:
+    p, q = torch.randn(p_shape), torch.randn(q_shape)
     for a, c in zip(gradients(torch.matmul, p, q), gradients(lambda *t: matmul(*t, FP32_SPEC), p, q), strict=True):
         torch.testing.assert_close(a, c)
+
+
+def test_a_gradient_summed_over_leading_dimensions_is_rounded_once() -> None:
+    narrow = torch.bfloat16
+    spec = GemmSpec(output=narrow, grad_input=narrow, grad_weight=narrow, native=(narrow,))
+    a = torch.ones(1, 1, dtype=narrow, requires_grad=True)
+    b = torch.tensor([1 + 2**-7, -1 - 2**-6], dtype=narrow).view(2, 1, 1)
+    g = torch.tensor([1 + 2**-7, 1], dtype=narrow).view(2, 1, 1)
+    matmul(a, b, spec).backward(g)
+    assert a.grad is not None and a.grad.item() == 2.0**-14  # of products that are rounded apart nothing remains
 
 
 CONVOLUTIONS = [

@@ -269,10 +269,24 @@ class _Matmul(torch.autograd.Function):
         g = spec.operand(grad, spec.output)
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_a = (g @ spec.operand(b, spec.output).mT).sum_to_size(a.shape).to(a.dtype)
+            grad_a = _product_to(g, spec.operand(b, spec.output).mT, a.shape).to(a.dtype)
         if ctx.needs_input_grad[1]:
-            grad_b = (spec.operand(a, spec.output).mT @ g).sum_to_size(b.shape).to(b.dtype)
+            grad_b = _product_to(spec.operand(a, spec.output).mT, g, b.shape).to(b.dtype)
         return grad_a, grad_b, None
+
+
+def _product_to(a: Tensor, b: Tensor, shape: torch.Size) -> Tensor:
+    """a @ b, summed over the leading dimensions that `shape` lacks or has as 1, as one product: rounded once."""
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    wanted = (1,) * (len(batch) + 2 - len(shape)) + tuple(shape[:-2])
+    summed = [d for d, (n, w) in enumerate(zip(batch, wanted, strict=True)) if n != w]
+    if not summed:
+        return a @ b
+    # The summed dimensions join the inner one, which the product sums over.
+    last = list(range(len(batch) - len(summed), len(batch)))
+    left = a.expand(*batch, *a.shape[-2:]).movedim(summed, last).movedim(-2, last[0]).flatten(last[0] + 1)
+    right = b.expand(*batch, *b.shape[-2:]).movedim(summed, last).flatten(last[0], -2)
+    return (left @ right).reshape(shape)
 
 
 class _ReluBits(torch.autograd.Function):
