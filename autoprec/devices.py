@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from autoprec.checks import check_amount, check_choice, check_text, check_unique
 from autoprec.errors import DeviceError
-from autoprec.formats import format_named
+from autoprec.formats import FORMATS
+from autoprec.graphs import Role
 
 __all__ = ["CastTiming", "Device", "OpTiming"]
+
+_FORMATS = tuple(f.name for f in FORMATS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +30,10 @@ class OpTiming:
     private_saved_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        format_named(self.format)
-        if not self.seconds >= 0.0:
-            raise DeviceError(f"{self.timing_key}: seconds must not be negative, not {self.seconds}")
+        check_choice(self.role, tuple(Role), "role", DeviceError, "role")
+        check_choice(self.format, _FORMATS, "format", DeviceError, "format")
+        check_amount(self.seconds, "seconds", DeviceError, "seconds")
+        check_amount(self.private_saved_bytes, "private_saved_bytes", DeviceError, "private_saved_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +44,12 @@ class CastTiming:
     target: str
     seconds_per_element: float
     seconds_per_call: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_choice(self.source, _FORMATS, "format", DeviceError, "source")
+        check_choice(self.target, _FORMATS, "format", DeviceError, "target")
+        check_amount(self.seconds_per_element, "seconds_per_element", DeviceError, "seconds_per_element")
+        check_amount(self.seconds_per_call, "seconds_per_call", DeviceError, "seconds_per_call")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +71,16 @@ class Device:
     timings: tuple[OpTiming, ...] = ()
     casts: tuple[CastTiming, ...] = ()
     source: str = "measured"
+
+    def __post_init__(self) -> None:
+        check_text(self.name, "name", DeviceError, "name")
+        check_choice(self.type, ("cpu", "cuda"), "device type", DeviceError, "type")
+        for i, name in enumerate(self.native):
+            check_choice(name, _FORMATS, "format", DeviceError, "native", i)
+        check_unique(self.native, "format", DeviceError, "native")
+        check_unique([(t.timing_key, t.role, t.format) for t in self.timings], "timing", DeviceError, "timings")
+        check_unique([(c.source, c.target) for c in self.casts], "cast", DeviceError, "casts")
+        check_choice(self.source, ("measured", "modelled"), "source", DeviceError, "source")
 
     @cached_property
     def seconds_by_key(self) -> dict[tuple[str, str, str], float]:

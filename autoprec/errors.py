@@ -43,9 +43,13 @@ class AutoprecError(Exception):
 
 
 class InputError(AutoprecError):
-    """A file, a name or an argument is not valid."""
+    """A file, a name or an argument is not valid; `at` says in which part of a value (fields and positions)."""
 
     exit_code = 2
+
+    def __init__(self, message: str, *, at: tuple[str | int, ...] = ()) -> None:
+        super().__init__(message)
+        self.at = at
 
 
 class PolicyError(InputError):

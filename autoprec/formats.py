@@ -8,7 +8,19 @@ from typing import Literal
 
 from autoprec.errors import InputError, nearest
 
-__all__ = ["BF16", "FP16", "FP32", "FP8_E4M3", "FP8_E5M2", "FORMATS", "Format", "format_named", "wider"]
+__all__ = [
+    "BF16",
+    "COMPUTE_FORMATS",
+    "FORMATS",
+    "FP16",
+    "FP32",
+    "FP8_E4M3",
+    "FP8_E5M2",
+    "STORAGE_FORMATS",
+    "Format",
+    "format_named",
+    "wider",
+]
 
 Overflow = Literal["inf", "saturate"]
 
@@ -107,6 +119,10 @@ FP8_E5M2 = Format(
 
 #: The built-in formats, widest first.
 FORMATS: tuple[Format, ...] = (FP32, BF16, FP16, FP8_E5M2, FP8_E4M3)
+
+#: Formats that an op can compute in, and narrow storages of saved tensors, that are implemented.
+COMPUTE_FORMATS = ("fp32", "bf16", "fp16")
+STORAGE_FORMATS = ("fp8_e4m3",)
 
 
 def format_named(name: str) -> Format:

@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import TypeVar
 
+from autoprec.checks import check_amount, check_unique
 from autoprec.errors import InputError
 
 __all__ = ["Op", "OpClass", "OpGraph", "Role", "TensorKind", "TensorSpec", "shared_path"]
@@ -77,6 +78,10 @@ class TensorSpec:
     base: str | None = None
     is_output: bool = False
 
+    def __post_init__(self) -> None:
+        for i, size in enumerate(self.shape):
+            check_amount(size, "size", InputError, "shape", i)
+
     @property
     def numel(self) -> int:
         """Number of elements."""
@@ -125,6 +130,11 @@ class Op:
     calls: int = 1
     checkpoints: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        check_amount(self.flops, "flops", InputError, "flops")
+        check_amount(self.private_saved_bytes, "private_saved_bytes", InputError, "private_saved_bytes")
+        check_amount(self.calls, "calls", InputError, "calls", least=1)
+
     @property
     def roles(self) -> tuple[Role, ...]:
         """The roles that are decided for this op (none for views, wide and unknown ops)."""
@@ -155,17 +165,21 @@ class OpGraph:
     input_bytes: int = 0
 
     def __post_init__(self) -> None:
-        ids = [op.id for op in self.ops]
-        if len(set(ids)) != len(ids):
-            twice = sorted({i for i in ids if ids.count(i) > 1})
-            raise InputError(f"op ids must be unique; twice: {', '.join(twice[:5])}")
+        check_unique([op.id for op in self.ops], "the op", InputError, "ops")
+        check_unique([t.id for t in self.tensors], "the tensor", InputError, "tensors")
         known = {t.id for t in self.tensors}
-        if len(known) != len(self.tensors):
-            raise InputError("tensor ids must be unique")
-        for op in self.ops:
-            for t in (*op.inputs, *op.outputs, *op.saves):
-                if t not in known:
-                    raise InputError(f"op {op.id}: tensor {t!r} is not among the graph's tensors")
+        for i, op in enumerate(self.ops):
+            for part in ("inputs", "outputs", "saves"):
+                for k, t in enumerate(getattr(op, part)):
+                    if t not in known:
+                        what = f"op {op.id}: tensor {t!r} is not among the graph's tensors"
+                        raise InputError(what, at=("ops", i, part, k))
+        for i, tensor in enumerate(self.tensors):
+            if tensor.base is not None and tensor.base not in known:
+                what = f"tensor {tensor.id}: its base {tensor.base!r} is not among the graph's tensors"
+                raise InputError(what, at=("tensors", i, "base"))
+        for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "input_bytes"):
+            check_amount(getattr(self, name), name, InputError, name)
 
     @cached_property
     def op_by_id(self) -> dict[str, Op]:

@@ -6,8 +6,9 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
+from autoprec.checks import check_amount, check_choice, check_text, check_unique
 from autoprec.errors import PlanError
-from autoprec.formats import format_named
+from autoprec.formats import COMPUTE_FORMATS, STORAGE_FORMATS
 from autoprec.graphs import Role
 
 __all__ = ["AS_IS", "Assignment", "Event", "Plan", "Region", "Storage", "Totals"]
@@ -26,7 +27,8 @@ class Assignment:
     reason: str
 
     def __post_init__(self) -> None:
-        format_named(self.format)
+        check_text(self.op, "op", PlanError, "op")
+        check_choice(self.format, COMPUTE_FORMATS, "compute format", PlanError, "format")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +40,8 @@ class Storage:
     reason: str
 
     def __post_init__(self) -> None:
-        if self.format != AS_IS:
-            format_named(self.format)
+        check_text(self.tensor, "tensor", PlanError, "tensor")
+        check_choice(self.format, (AS_IS, *STORAGE_FORMATS), "storage", PlanError, "format")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,13 @@ class Region:
     ops: tuple[str, ...]
     scale_log2: int
     reason: str
+
+    def __post_init__(self) -> None:
+        check_unique(self.ops, "op", PlanError, "ops")
+        if not self.ops:
+            raise PlanError("a region needs at least one op", at=("ops",))
+        if not -126 <= self.scale_log2 <= 126:  # beyond it 2**scale_log2 is no normal FP32 number
+            raise PlanError(f"scale_log2 must be within -126 and 126, not {self.scale_log2}", at=("scale_log2",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +71,12 @@ class Totals:
     peak_bytes: int
     loss_sigma: float
     gradient_ratio: float
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "saved_bytes", "peak_bytes", "loss_sigma"):
+            check_amount(getattr(self, name), name, PlanError, name)
+        if not self.gradient_ratio >= 0.0:  # infinite where a weight's gradient has no spread
+            raise PlanError(f"gradient_ratio must be at least 0, not {self.gradient_ratio}", at=("gradient_ratio",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +110,11 @@ class Plan:
     device: str = ""
 
     def __post_init__(self) -> None:
-        keys = [(a.op, a.role) for a in self.assignments]
-        if len(set(keys)) != len(keys):
-            raise PlanError("a plan must assign each (op, role) at most once")
-        tensors = [s.tensor for s in self.storages]
-        if len(set(tensors)) != len(tensors):
-            raise PlanError("a plan must store each tensor at most once")
+        check_unique([f"{a.op} {a.role}" for a in self.assignments], "the role", PlanError, "assignments")
+        check_unique([s.tensor for s in self.storages], "the tensor", PlanError, "storages")
+        check_unique(self.saturating, "the tensor", PlanError, "saturating")
+        check_amount(self.budget_bytes, "budget_bytes", PlanError, "budget_bytes", least=1)
+        check_amount(self.gap, "gap", PlanError, "gap")
 
     @cached_property
     def format_of(self) -> dict[tuple[str, Role], str]:

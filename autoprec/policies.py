@@ -17,12 +17,10 @@ from pydantic import field_validator as validator
 from pydantic_core import PydanticCustomError
 
 from autoprec.errors import PolicyError, nearest
-from autoprec.formats import FORMATS, format_named
+from autoprec.formats import COMPUTE_FORMATS, FORMATS, STORAGE_FORMATS, format_named
 from autoprec.graphs import Op, OpGraph
 
 __all__ = [
-    "COMPUTE_FORMATS",
-    "STORAGE_FORMATS",
     "Budget",
     "Calibration",
     "Guard",
@@ -37,10 +35,6 @@ __all__ = [
     "parse_budget",
     "policy_problems",
 ]
-
-#: Formats that an op can compute in, and narrow storages of saved tensors, that are implemented.
-COMPUTE_FORMATS = ("fp32", "bf16", "fp16")
-STORAGE_FORMATS = ("fp8_e4m3",)
 
 Location = tuple[str | int, ...]
 

@@ -14,7 +14,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from autoprec.errors import InputError, ProfileError
+from autoprec.checks import check_amount, check_unique
+from autoprec.errors import ProfileError
 
 __all__ = [
     "BINS",
@@ -263,8 +264,9 @@ class Profile:
     loss: LossProfile | None = None
 
     def __post_init__(self) -> None:
-        if self.steps < 0:
-            raise InputError(f"profile: steps must not be negative, not {self.steps}")
+        check_amount(self.steps, "profile: steps", ProfileError, "steps")
+        check_unique([t.id for t in self.tensors], "profile: the tensor", ProfileError, "tensors")
+        check_unique([w.fqn for w in self.weights], "profile: the weight", ProfileError, "weights")
 
     @cached_property
     def tensor_by_id(self) -> dict[str, TensorProfile]:

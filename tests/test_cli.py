@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from autoprec.cli.main import app
-from autoprec.policies import COMPUTE_FORMATS
+from autoprec.formats import COMPUTE_FORMATS
 from autoprec.serial import read_device, read_plan, read_profile, write_device
 
 COMMANDS = ("demo", "calibrate", "plan", "explain", "doctor")

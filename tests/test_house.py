@@ -16,6 +16,7 @@ PACKAGE = ROOT / "autoprec"
 
 FLOORS = {
     "formats": 0,
+    "checks": 0,
     "errors": 0,
     "graphs": 1,
     "profiles": 1,

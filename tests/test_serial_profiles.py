@@ -87,6 +87,7 @@ PROFILES = st.builds(
             gradient_weight_grad=MAYBE,
         ),
         max_size=3,
+        unique_by=lambda t: t.id,
     ).map(tuple),
     weights=st.lists(
         st.builds(
@@ -98,6 +99,7 @@ PROFILES = st.builds(
             steps=st.integers(0, 99),
         ),
         max_size=3,
+        unique_by=lambda w: w.fqn,
     ).map(tuple),
     loss=st.none() | st.builds(LossProfile, steps=st.integers(0, 9), total=ANY_FLOAT, square_total=ANY_FLOAT),
 )

@@ -19,7 +19,7 @@ def device_path(profile: Path) -> Path:
 
 def write_calibration(target: str, out: Path, policy: str, device_out: Path | None, *, as_json: bool) -> int:
     """Calibrate TARGET; write the profile with its graph, and the timings of its ops beside it."""
-    from autoprec.policies import COMPUTE_FORMATS
+    from autoprec.formats import COMPUTE_FORMATS
     from autoprec.serial import load_policy, write_device, write_profile
 
     # Timed in every format, so that any policy can plan from these files.

@@ -8,9 +8,8 @@ from typing import Any
 from rich.table import Table
 
 from autoprec.devices import CastTiming, Device
-from autoprec.formats import FORMATS, format_named
+from autoprec.formats import COMPUTE_FORMATS, FORMATS, STORAGE_FORMATS, format_named
 from autoprec.planning.reasons import seconds_text
-from autoprec.policies import COMPUTE_FORMATS, STORAGE_FORMATS
 
 __all__ = ["Support", "casts_table", "device_data", "support", "support_table"]
 

@@ -132,8 +132,17 @@ class _Reading:
         try:
             return kind(**given)
         except InputError as error:
-            self.problem(node, key, str(error))
+            self.at(node, error.at, key, str(error))
             return None
+
+    def at(self, node: Node, path: tuple[str | int, ...], key: str, what: str) -> None:
+        """A problem with a part of the value of a node."""
+        for part in path:
+            if isinstance(part, int) and isinstance(node.value, list):
+                node, key = node.value[part], f"{key}[{part}]"
+            elif isinstance(part, str) and isinstance(node.value, dict) and part in node.value:
+                node, key = node.value[part], f"{key}.{part}".removeprefix(".")
+        self.problem(node, key, what)
 
     def choice(self, node: Node, kind: type[Enum], key: str) -> Any:
         choices = [str(member.value) for member in kind]

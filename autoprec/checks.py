@@ -1,0 +1,37 @@
+"""Checks that values make of their parts; each error says at which part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+
+from autoprec.errors import InputError, nearest
+
+__all__ = ["check_amount", "check_choice", "check_text", "check_unique"]
+
+
+def check_choice(value: str, choices: Sequence[str], what: str, error: type[InputError], *at: str | int) -> None:
+    """One of a few names."""
+    if value not in choices:
+        raise error(f"unknown {what} {value[:60]!r}.{nearest(value[:60], choices)}", at=at)
+
+
+def check_amount(value: float | None, what: str, error: type[InputError], *at: str | int, least: float = 0.0) -> None:
+    """A finite number that is at least `least`; None passes."""
+    if value is not None and not (least <= value < math.inf):
+        raise error(f"{what} must be finite and at least {least:g}, not {value}", at=at)
+
+
+def check_text(value: str, what: str, error: type[InputError], *at: str | int) -> None:
+    """Not empty."""
+    if not value:
+        raise error(f"{what} must not be empty", at=at)
+
+
+def check_unique(values: Sequence[Hashable], what: str, error: type[InputError], *at: str | int) -> None:
+    """Each there once; the error is at the first that comes a second time."""
+    seen: set[Hashable] = set()
+    for i, value in enumerate(values):
+        if value in seen:
+            raise error(f"{what} {value!r} is there twice", at=(*at, i))
+        seen.add(value)
