@@ -379,8 +379,8 @@ def policy_problems(error: ValidationError) -> Iterator[tuple[Location, str, boo
         kind, got = detail["type"], detail["input"]
         if kind == "extra_forbidden":
             model = _PARTS.get(at[0], Policy) if len(at) > 1 else Policy
-            hints += 1  # a thousand hints would take a while
-            hint = nearest(str(at[-1]), model.model_fields) if hints <= 10 else ""
+            hints += 1  # thousands would take a while
+            hint = nearest(str(at[-1])[:60], model.model_fields) if hints <= 100 else ""
             yield at, f"unknown key {str(at[-1])[:60]!r}.{hint}", True
         elif kind == "missing":
             yield at[:-1], f"the key {at[-1]!r} is missing", False

@@ -155,10 +155,10 @@ def test_foreign_and_damaged_profiles_are_refused(tmp_path: Path) -> None:
         )
 
     assert "not a profile; name" in refusal(serial.read_profile, path, save(arrays), ProfileError)
-    assert "is a profile of version 2" in refused({"version": 2})
-    assert "is not a profile" in refused({"autoprec": "plan"})
+    assert "expected `version: 1`, not 2; it was written by a newer autoprec" in refused({"version": 2})
+    assert "header):1:14: expected `autoprec: profile`, not text 'plan'" in refused({"autoprec": "plan"})
     assert "header):1:" in refused({"steps": "2"}) and "steps: must be a whole number" in refused({"steps": "2"})
-    assert "weights[0]: -1 samples" in refused({"weights": [{"fqn": "a", "steps": 1, "samples": -1}]})
+    assert "weights[0].samples: samples must be finite and at least 0, not -1" in refused({"weights": [{"fqn": "a", "steps": 1, "samples": -1}]})
     for histograms in ([], [("values", -1)], [("value", 1)], [("loss", 1)], [("values", 1)] * 2):
         tensor = {"id": "y", "histograms": [{"part": part, "bins": bins} for part, bins in histograms]}
         assert "tensors[0]" in refused({"tensors": [tensor]})

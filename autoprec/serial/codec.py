@@ -17,12 +17,15 @@ from autoprec.errors import InputError, nearest
 from autoprec.policies import described
 from autoprec.serial.trees import Node, Plain, Source
 
-__all__ = ["Problem", "decode", "encode", "refused"]
+__all__ = ["Problem", "decode", "encode", "refused", "take_envelope"]
 
 T = TypeVar("T")
 
 #: Problems that one error tells; the rest are counted.
 MAX_PROBLEMS = 10
+
+#: Names that are compared with the valid ones; thousands would take a while, and few are told.
+MAX_HINTS = 100
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -66,6 +69,19 @@ def encode(value: Any) -> Plain:
 
 def _is_nothing(value: Any) -> bool:
     return value is None or isinstance(value, tuple) and not value
+
+
+def take_envelope(root: Node, name: str, version: int, source: Source) -> None:
+    """Take `autoprec: <name>` and `version: <version>` out of a mapping, or say where they are not."""
+    if not isinstance(root.value, dict):
+        raise source.refused_at(root.line, root.column, f"a {name} must be a mapping, not {described(root.value)}")
+    for key, wanted in (("autoprec", name), ("version", version)):
+        node = root.value.pop(key, None)
+        if node is None or type(node.value) is not type(wanted) or node.value != wanted:
+            found, what = (root, "a file without that key") if node is None else (node, described(node.value))
+            newer = key == "version" and type(node and node.value) is int and node.value > version
+            advice = "; it was written by a newer autoprec: upgrade" if newer else ""
+            raise source.refused_at(found.line, found.column, f"expected `{key}: {wanted}`, not {what}{advice}")
 
 
 def decode(node: Node, kind: type[T], source: Source) -> T:
@@ -120,7 +136,7 @@ class _Reading:
         names = [name for name, _, _ in fields]
         for name in node.value:
             if name not in names:
-                hint = nearest(name, names) if len(self.problems) < MAX_PROBLEMS else ""
+                hint = nearest(name[:60], names) if len(self.problems) < MAX_HINTS else ""
                 what = f"unknown key {name[:60]!r}.{hint}"
                 self.problems.append(Problem(*node.keys[name], f"{prefix}{name[:60]}", what))
         for name, _, needed in fields:

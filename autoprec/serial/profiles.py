@@ -17,10 +17,11 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from autoprec.checks import check_amount, check_choice, check_unique
 from autoprec.errors import InputError, ProfileError
 from autoprec.graphs import OpGraph
 from autoprec.profiles import LossProfile, Profile, RangeHistogram, TensorProfile, WeightProfile
-from autoprec.serial.codec import decode, encode
+from autoprec.serial.codec import decode, encode, take_envelope
 from autoprec.serial.files import PathLike, read_bytes, write_atomic
 from autoprec.serial.trees import Source, parse_json
 
@@ -49,8 +50,8 @@ class _Histogram:
     bins: int
 
     def __post_init__(self) -> None:
-        if self.part not in _PARTS or self.bins < 0:
-            raise ProfileError(f"{self.bins} bins of {self.part!r}; expected 0 or more of {', '.join(_PARTS)}")
+        check_choice(self.part, _PARTS, "part", ProfileError, "part")
+        check_amount(self.bins, "bins", ProfileError, "bins")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,19 +72,23 @@ class _Weight:
     samples: int
 
     def __post_init__(self) -> None:
-        if self.samples < 0:
-            raise ProfileError(f"{self.samples} samples of {self.fqn!r}; expected 0 or more")
+        check_amount(self.steps, "steps", ProfileError, "steps")
+        check_amount(self.samples, "samples", ProfileError, "samples")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Header:
-    autoprec: str
-    version: int
     graph: OpGraph
     steps: int
     tensors: tuple[_Tensor, ...]
     weights: tuple[_Weight, ...]
     loss_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        check_amount(self.steps, "steps", ProfileError, "steps")
+        check_amount(self.loss_steps, "loss_steps", ProfileError, "loss_steps")
+        check_unique([t.id for t in self.tensors], "the tensor", ProfileError, "tensors")
+        check_unique([w.fqn for w in self.weights], "the weight", ProfileError, "weights")
 
 
 def write_profile(path: PathLike, profile: Profile, graph: OpGraph) -> None:
@@ -95,8 +100,6 @@ def write_profile(path: PathLike, profile: Profile, graph: OpGraph) -> None:
     found = [[(p, h) for p in _PARTS if (h := getattr(t, p)) is not None] for t in profile.tensors]
     histograms: list[RangeHistogram] = [h for parts in found for _, h in parts]
     header = _Header(
-        autoprec="profile",
-        version=VERSION,
         graph=graph,
         steps=profile.steps,
         tensors=tuple(
@@ -118,7 +121,8 @@ def write_profile(path: PathLike, profile: Profile, graph: OpGraph) -> None:
     for name, (dtype, columns) in _ARRAYS.items():
         empty = np.zeros((0, columns) if columns else 0, dtype)
         arrays[name] = np.concatenate([empty, *(np.asarray(r, dtype) for r in rows[name])])
-    data = save(arrays, metadata={"autoprec": json.dumps(encode(header), allow_nan=False)})
+    plain = {"autoprec": "profile", "version": VERSION, **encode(header)}
+    data = save(arrays, metadata={"autoprec": json.dumps(plain, allow_nan=False)})
     write_atomic(path, data, ProfileError)
 
 
@@ -144,11 +148,7 @@ def read_profile(path: PathLike) -> tuple[Profile, OpGraph]:
 def _header(text: str, source: Source) -> _Header:
     inside = Source(f"{source.path} (header)", source.error)
     root = parse_json(text, inside)
-    found = root.plain if isinstance(root.value, dict) else {}
-    if found.get("autoprec") != "profile" or type(found.get("version")) is not int:
-        raise source.refused("is not a profile; name a file that `calibrate` wrote")
-    if found["version"] != VERSION:
-        raise source.refused(f"is a profile of version {found['version']}; this autoprec reads {VERSION}; upgrade it")
+    take_envelope(root, "profile", VERSION, inside)
     return decode(root, _Header, inside)
 
 

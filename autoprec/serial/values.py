@@ -13,7 +13,7 @@ from autoprec.devices import Device
 from autoprec.errors import DeviceError, InputError, PlanError, PolicyError, nearest
 from autoprec.plans import Event, Plan
 from autoprec.policies import Policy, described, dotted, policy_problems
-from autoprec.serial.codec import Problem, decode, encode, refused
+from autoprec.serial.codec import Problem, decode, encode, refused, take_envelope
 from autoprec.serial.files import PathLike, read_tree, write_atomic
 from autoprec.serial.trees import Node, Source, dump_yaml, parse_json
 
@@ -126,20 +126,7 @@ def write_device(path: PathLike, device: Device) -> None:
 def _read(path: PathLike, name: str, kind: type[T], error: type[InputError]) -> T:
     source = Source(os.fspath(path), error)
     root = read_tree(source, VALUE_LIMIT)
-    if not isinstance(root.value, dict):
-        raise source.refused_at(root.line, root.column, f"a {name} must be a mapping, not {described(root.value)}")
-    header = root.value.pop("autoprec", None)
-    if header is None or header.value != name:
-        found = header or root
-        what = described(header.value) if header else "a file without that key"
-        raise source.refused_at(found.line, found.column, f"expected `autoprec: {name}`, not {what}")
-    version = root.value.pop("version", None)
-    if version is None or type(version.value) is not int or version.value != VERSION:
-        found = version or root
-        what = described(version.value) if version else "a file without that key"
-        newer = version is not None and type(version.value) is int and version.value > VERSION
-        advice = "; it was written by a newer autoprec: upgrade" if newer else ""
-        raise source.refused_at(found.line, found.column, f"expected `version: {VERSION}`, not {what}{advice}")
+    take_envelope(root, name, VERSION, source)
     return decode(root, kind, source)
 
 

@@ -1,0 +1,328 @@
+"""What policies, plans, devices and profile headers may hold, said a second time: JSON schemas, and the laws between
+values that a schema cannot say. Written from docs and docstrings, not from the readers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.validators import extend
+
+Path = tuple[str | int, ...]
+
+FORMATS = ["fp32", "bf16", "fp16", "fp8_e5m2", "fp8_e4m3"]
+COMPUTE = ["fp32", "bf16", "fp16"]
+ROLES = ["output", "grad_input", "grad_weight"]
+TEXT = {"type": "string"}
+SOME_TEXT = {"type": "string", "minLength": 1}
+MAYBE_TEXT = {"type": ["string", "null"]}
+COUNT = {"type": "integer", "minimum": 0}
+AMOUNT = {"type": "number", "minimum": 0, "exclusiveMaximum": math.inf}
+TEXTS = {"type": "array", "items": TEXT}
+
+
+def one_of(names: Sequence[str]) -> dict[str, Any]:
+    return {"type": "string", "enum": list(names)}
+
+
+def mapping(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": required | optional,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def items(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": schema}
+
+
+def maybe(schema: dict[str, Any]) -> dict[str, Any]:
+    """Null as well; the keywords of a schema are about other types than null."""
+    return schema | {"type": [schema["type"], "null"]}
+
+
+POLICY = mapping(
+    {"name": SOME_TEXT, "formats": items(one_of(COMPUTE))},
+    version={"type": "integer", "enum": [1]},
+    description=TEXT,
+    objective=one_of(["time", "bytes"]),
+    budget={"type": ["string", "integer", "null"]},
+    optimizer=one_of(["auto", "none", "sgd", "sgd_momentum", "rmsprop", "adam", "adamw"]),
+    noise=mapping(
+        {},
+        gradient={"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": math.inf},
+        loss={"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": math.inf},
+    ),
+    rules=items(
+        mapping(
+            {},
+            match=TEXT,
+            kinds=TEXTS,
+            pin=maybe(one_of([*COMPUTE, None])),  # type: ignore[list-item]
+            floor=maybe(one_of([*FORMATS, None])),  # type: ignore[list-item]
+            optional={"type": "boolean"},
+            why=TEXT,
+        )
+    ),
+    storage=mapping({}, formats=items(one_of(["fp8_e4m3"]))),
+    calibration=mapping({}, steps={"type": "integer", "minimum": 2}),
+    monitor=mapping(
+        {},
+        window_steps={"type": "integer", "minimum": 1},
+        interval_steps={"type": "integer", "minimum": 1},
+        saturation_frac={"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    ),
+    guard=mapping({}, nonfinite=one_of(["skip", "raise"]), patience_steps={"type": "integer", "minimum": 1}),
+    loss_scaling=mapping({}, mode=one_of(["regional", "none"])),
+    uncaptured=one_of(["error", "report"]),
+)
+
+TOTALS = mapping(
+    {
+        "seconds": AMOUNT,
+        "saved_bytes": COUNT,
+        "peak_bytes": COUNT,
+        "loss_sigma": AMOUNT,
+        "gradient_ratio": {"type": "number", "minimum": 0},
+    }
+)
+ENVELOPE = {"version": {"type": "integer", "enum": [1]}}
+
+PLAN = mapping(
+    {
+        "autoprec": one_of(["plan"]),
+        **ENVELOPE,
+        "assignments": items(
+            mapping({"op": SOME_TEXT, "role": one_of(ROLES), "format": one_of(COMPUTE), "reason": TEXT})
+        ),
+    },
+    storages=items(mapping({"tensor": SOME_TEXT, "format": one_of(["as_is", "fp8_e4m3"]), "reason": TEXT})),
+    regions=items(
+        mapping(
+            {
+                "ops": TEXTS | {"minItems": 1},
+                "scale_log2": {"type": "integer", "minimum": -126, "maximum": 126},
+                "reason": TEXT,
+            }
+        )
+    ),
+    saturating=TEXTS,
+    predicted=maybe(TOTALS),
+    predicted_fp32=maybe(TOTALS),
+    budget_bytes={"type": ["integer", "null"], "minimum": 1},
+    gap=AMOUNT,
+    binding=TEXT,
+    policy=TEXT,
+    graph_fingerprint=TEXT,
+    device=TEXT,
+)
+
+DEVICE = mapping(
+    {
+        "autoprec": one_of(["device"]),
+        **ENVELOPE,
+        "name": SOME_TEXT,
+        "type": one_of(["cpu", "cuda"]),
+        "native": items(one_of(FORMATS)),
+    },
+    timings=items(
+        mapping(
+            {"timing_key": TEXT, "role": one_of(ROLES), "format": one_of(FORMATS), "seconds": AMOUNT},
+            private_saved_bytes=maybe(COUNT),
+        )
+    ),
+    casts=items(
+        mapping(
+            {"source": one_of(FORMATS), "target": one_of(FORMATS), "seconds_per_element": AMOUNT},
+            seconds_per_call=AMOUNT,
+        )
+    ),
+    source=one_of(["measured", "modelled"]),
+)
+
+CLASSES = ["gemm", "pointwise", "norm", "view", "wide", "unknown"]
+PARTS = ["values", "loss", "gradients", "input_weight_grad", "gradient_weight_grad"]
+HEADER = mapping(
+    {
+        "autoprec": one_of(["profile"]),
+        **ENVELOPE,
+        "graph": mapping(
+            {
+                "model": TEXT,
+                "ops": items(
+                    mapping(
+                        {
+                            "id": TEXT,
+                            "kind": TEXT,
+                            "op_class": one_of(CLASSES),
+                            "fqn": TEXT,
+                            "inputs": TEXTS,
+                            "outputs": TEXTS,
+                        },
+                        weights=TEXTS,
+                        flops=COUNT,
+                        saves=TEXTS,
+                        private_saved_bytes=COUNT,
+                        pinned={"type": "boolean"},
+                        timing_key=TEXT,
+                        calls={"type": "integer", "minimum": 1},
+                        checkpoints=TEXTS,
+                    )
+                ),
+                "tensors": items(
+                    mapping(
+                        {
+                            "id": TEXT,
+                            "shape": items(COUNT),
+                            "dtype": TEXT,
+                            "kind": one_of(["input", "parameter", "buffer", "activation"]),
+                            "requires_grad": {"type": "boolean"},
+                        },
+                        base=MAYBE_TEXT,
+                        is_output={"type": "boolean"},
+                    )
+                ),
+            },
+            parameter_bytes=COUNT,
+            gradient_bytes=COUNT,
+            optimizer_bytes=COUNT,
+            input_bytes=COUNT,
+        ),
+        "steps": COUNT,
+        "tensors": items(mapping({"id": TEXT, "histograms": items(mapping({"part": one_of(PARTS), "bins": COUNT}))})),
+        "weights": items(mapping({"fqn": TEXT, "steps": COUNT, "samples": COUNT})),
+    },
+    loss_steps=maybe(COUNT),
+)
+
+SCHEMAS = {"policy": POLICY, "plan": PLAN, "device": DEVICE, "profile": HEADER}
+
+# Strict types: 1.0 is no whole number, true is no number, nan is none either. Tuples do not occur.
+_CHECKER = Draft202012Validator.TYPE_CHECKER.redefine_many(
+    {
+        "integer": lambda _, v: type(v) is int,
+        "number": lambda _, v: type(v) is int or (type(v) is float and not math.isnan(v)),
+    }
+)
+_STRICT = extend(Draft202012Validator, type_checker=_CHECKER)
+_VALIDATORS = {kind: _STRICT(schema) for kind, schema in SCHEMAS.items()}
+
+
+def faults(kind: str, tree: Any) -> list[tuple[Path, bool]]:
+    """Every place where a tree is not valid, and whether the key is meant and not its value; none if it is valid."""
+    found: list[tuple[Path, bool]] = []
+    for error in _VALIDATORS[kind].iter_errors(tree):
+        at = tuple(error.absolute_path)
+        if error.validator == "additionalProperties":
+            found += [((*at, key), True) for key in error.instance if key not in error.schema["properties"]]
+        else:
+            found.append((at, False))
+    return found + [(at, False) for at in _LAWS[kind](tree)]
+
+
+# -- laws between values; where a tree does not even keep the schema they look at what there is ----------------------
+
+
+def _value(tree: Any, *at: str) -> Any:
+    for part in at:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def _list(tree: Any, *at: str) -> list[Any]:
+    found = _value(tree, *at)
+    return found if isinstance(found, list) else []
+
+
+def _twice(values: Sequence[Any], *at: str | int) -> Iterator[Path]:
+    yield from ((*at, i) for i, v in enumerate(values) if v in values[:i])
+
+
+def _policy(tree: Any) -> Iterator[Path]:
+    formats = _list(tree, "formats")
+    yield from _twice(formats, "formats")
+    if "fp32" not in formats:
+        yield ("formats",)
+    yield from _twice(_list(tree, "storage", "formats"), "storage", "formats")
+    for i, rule in enumerate(_list(tree, "rules")):
+        pin, floor = _value(rule, "pin"), _value(rule, "floor")
+        if (pin is None) == (floor is None):
+            yield ("rules", i)
+        if pin is not None and pin not in formats:
+            yield ("rules", i, "pin")
+    given = _value(tree, "monitor")
+    monitor = {"window_steps": 500, "interval_steps": 50} | (given if isinstance(given, dict) else {})
+    if all(type(n) is int for n in list(monitor.values())[:2]) and monitor["interval_steps"] > monitor["window_steps"]:
+        yield ("monitor", "interval_steps") if "interval_steps" in given else ("monitor", "window_steps")
+    if not valid_budget(_value(tree, "budget")):
+        yield ("budget",)
+
+
+def _plan(tree: Any) -> Iterator[Path]:
+    pairs = [(_value(a, "op"), _value(a, "role")) for a in _list(tree, "assignments")]
+    yield from _twice(pairs, "assignments")
+    yield from _twice([_value(s, "tensor") for s in _list(tree, "storages")], "storages")
+    yield from _twice(_list(tree, "saturating"), "saturating")
+    for i, region in enumerate(_list(tree, "regions")):
+        yield from _twice(_list(region, "ops"), "regions", i, "ops")
+
+
+def _device(tree: Any) -> Iterator[Path]:
+    yield from _twice(_list(tree, "native"), "native")
+    timings = [[_value(t, k) for k in ("timing_key", "role", "format")] for t in _list(tree, "timings")]
+    yield from _twice(timings, "timings")
+    yield from _twice([[_value(c, "source"), _value(c, "target")] for c in _list(tree, "casts")], "casts")
+
+
+def _header(tree: Any) -> Iterator[Path]:
+    tensors = _list(tree, "graph", "tensors")
+    known = [_value(t, "id") for t in tensors]
+    yield from _twice([_value(op, "id") for op in _list(tree, "graph", "ops")], "graph", "ops")
+    yield from _twice(known, "graph", "tensors")
+    for i, op in enumerate(_list(tree, "graph", "ops")):
+        for part in ("inputs", "outputs", "saves"):
+            yield from (("graph", "ops", i, part, k) for k, t in enumerate(_list(op, part)) if t not in known)
+    for i, t in enumerate(tensors):
+        if (base := _value(t, "base")) is not None and base not in known:
+            yield ("graph", "tensors", i, "base")
+    for i, t in enumerate(_list(tree, "tensors")):
+        parts = [_value(h, "part") for h in _list(t, "histograms")]
+        if "values" not in parts or any(p in parts[:k] for k, p in enumerate(parts)):
+            yield ("tensors", i)
+    yield from _twice([_value(t, "id") for t in _list(tree, "tensors")], "tensors")
+    yield from _twice([_value(w, "fqn") for w in _list(tree, "weights")], "weights")
+
+
+_LAWS: dict[str, Callable[[Any], Iterator[Path]]] = {
+    "policy": _policy,
+    "plan": _plan,
+    "device": _device,
+    "profile": _header,
+}
+
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "": 1}
+
+
+def valid_budget(value: Any) -> bool:
+    """Null, whole bytes from 1 to below 2^63, or digits with a unit or a per cent sign (above 0, at most 100)."""
+    if value is None:
+        return True
+    if type(value) is int:
+        return 1 <= value < 2**63
+    if not isinstance(value, str) or not value.isascii():
+        return False
+    text = value.strip(" \t\n\r\f\v").lower()
+    unit = text.lstrip("0123456789.").strip(" \t\n\r\f\v")
+    digits = text[: len(text) - len(unit)].strip(" \t\n\r\f\v")
+    whole, point, rest = digits.partition(".")
+    if not whole.isdigit() or len(whole) > 18 or (point and not rest.isdigit()) or len(rest) > 18:
+        return False
+    amount = int(whole + rest)  # in units of 10^-len(rest)
+    if unit == "%":
+        return 0 < amount <= 100 * 10 ** len(rest)
+    return unit in _UNITS and 1 <= amount * _UNITS[unit] // 10 ** len(rest) < 2**63
