@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import takewhile
@@ -204,6 +204,21 @@ class OpGraph:
             for t in dict.fromkeys(op.inputs):
                 found.setdefault(t, []).append(op.id)
         return {t: tuple(ops) for t, ops in found.items()}
+
+    def extended(self, other: OpGraph) -> OpGraph:
+        """With the ops and tensors of another step's graph that this one lacks, each op after the one that ran before
+        it there. What both have stays as it is here."""
+        order = list(self.ops)
+        here = {op.id: op for op in self.ops}
+        after: Op | None = None
+        for op in other.ops:
+            if op.id not in here:
+                order.insert(0 if after is None else order.index(after) + 1, op)
+            after = here.get(op.id, op)
+        if len(order) == len(self.ops):
+            return self
+        new = tuple(t for t in other.tensors if t.id not in self.tensor_by_id)
+        return replace(self, ops=tuple(order), tensors=self.tensors + new)
 
     @cached_property
     def fingerprint(self) -> str:

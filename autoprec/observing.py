@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autoprec.calibration.observer import ObservingInterpreter, StepObserver
-from autoprec.calibration.structure import StructureRecorder
+from autoprec.calibration.structure import StructureRecorder, TimingCase
 from autoprec.execution.replay import CallRecord, shadow, shadow_arguments
 from autoprec.execution.slots import Slot
 from autoprec.graphs import OpGraph
@@ -25,8 +26,8 @@ class Observations:
     """Mutable; owned by the session.
 
     Attributes:
-        graph: the captured ops; None before the first observed step.
-        structure: what the first observed step told about ops and shapes (timing needs it); None before.
+        graph: the ops of all observed steps so far; None before the first.
+        cases: a call of each distinct op (timing needs them), by timing key.
         profile: what calibration recorded so far; None before the first observed step.
         steps: optimizer steps in it (`profile.steps` counts backward passes).
     """
@@ -34,11 +35,12 @@ class Observations:
     def __init__(self, describe: Callable[[StructureRecorder], OpGraph]) -> None:
         self._describe = describe
         self.graph: OpGraph | None = None
-        self.structure: StructureRecorder | None = None
+        self.cases: dict[str, TimingCase] = {}
         self.profile: Profile | None = None
         self.steps = 0
         self.window: Profile | None = None
         self._observer: StepObserver | None = None
+        self._structure: StructureRecorder | None = None
 
     @property
     def observer(self) -> StepObserver | None:
@@ -46,11 +48,9 @@ class Observations:
         return self._observer
 
     def begin(self, *, calibrating: bool, explicit_loss: bool = False) -> None:
-        """Observe the step that begins; the first such step also tells the structure. `explicit_loss`: see
-        `StepObserver`."""
-        if self.graph is None:
-            self.structure = StructureRecorder()
-        structure = self.structure if self.graph is None else None
+        """Observe the step that begins. Each step of calibration also tells the structure: a branch that the first one
+        did not take has ops of its own. `explicit_loss`: see `StepObserver`."""
+        structure = self._structure = StructureRecorder() if calibrating or self.graph is None else None
         if calibrating:
             self._observer = StepObserver(structure=structure, explicit_loss=explicit_loss)
         else:
@@ -68,25 +68,30 @@ class Observations:
         """Forget the step in progress (a bad one, or one that was not captured whole)."""
         if self._observer is not None:
             self._observer.harvest()
-            self._observer = None
-        if self.graph is None:
-            self.structure = None
+        self._observer = self._structure = None
 
     def keep(self, *, calibrating: bool) -> None:
         """The step in progress was good: add it to the profile, or to the window."""
         observer, self._observer = self._observer, None
         if observer is None:
             return
-        if self.graph is None:
-            assert self.structure is not None
-            self.graph = self._describe(self.structure)
-            self.structure.release()
+        if self._structure is not None:
+            self._learn_structure(self._structure)
+        assert self.graph is not None
         seen = observer.harvest(self.graph.fingerprint)
         if calibrating:
             self.profile = seen if self.profile is None else self.profile.merge(seen)
             self.steps += 1
         else:
             self.window = seen if self.window is None else self.window.merge(seen)
+
+    def _learn_structure(self, structure: StructureRecorder) -> None:
+        seen = self._describe(structure)
+        self.graph = seen if self.graph is None else self.graph.extended(seen)
+        self.cases = structure.cases | self.cases
+        if self.profile is not None:
+            self.profile = replace(self.profile, graph_fingerprint=self.graph.fingerprint)
+        self._structure = None
 
     def take_window(self) -> Profile | None:
         """The window, which begins anew."""

@@ -10,12 +10,12 @@ from torch import nn
 
 from autoprec.errors import InputError, NotCapturedError, PlanError
 from autoprec.execution.dispatch import RECOMPILE_LIMIT
-from autoprec.graphs import OpClass
+from autoprec.graphs import OpClass, OpGraph
 from autoprec.plans import Plan
 from autoprec.tracing.bindings import Binding
 from autoprec.tracing.templates import Template
 
-__all__ = ["check_plan_fits", "refuse_autocast", "refuse_half", "refuse_strangers", "uncaptured"]
+__all__ = ["check_plan_fits", "refuse_autocast", "refuse_half", "refuse_strangers", "uncaptured", "unplanned"]
 
 
 def refuse_autocast(device_type: str) -> None:
@@ -55,7 +55,6 @@ def refuse_half(parameters: Mapping[str, nn.Parameter]) -> None:
 def uncaptured(missed: Sequence[str], parameters: Collection[str], model: str, *, entered: bool) -> str:
     """The sentence for gradients from outside the captured graphs. `entered`: the model itself was called."""
     modules = sorted({m.rpartition(".")[0] or model for m in missed})
-    shown = ", ".join(modules[:5]) + (f" and {len(modules) - 5} more" if len(modules) > 5 else "")
     if entered:
         what = (
             "Dynamo did not capture the code that uses them: a graph break in a module that owns parameters, more than"
@@ -69,16 +68,22 @@ def uncaptured(missed: Sequence[str], parameters: Collection[str], model: str, *
         )
     return (
         f"{len(missed)} of {len(parameters)} parameters got gradients outside the captured graph"
-        f" (modules: {shown}). {what}"
+        f" (modules: {_some(modules)}). {what}"
     )
 
 
-def check_plan_fits(plan: Plan, bindings: Iterable[Binding], trained: Iterable[Binding]) -> None:
-    """Raise `PlanError` if the plan names ops that none of the captured graphs has, or if it was calibrated and does
-    not name a layer that was trained."""
+def check_plan_fits(
+    plan: Plan, model: nn.Module, bindings: Iterable[Binding], trained: Iterable[Binding]
+) -> tuple[str, ...]:
+    """Raise `PlanError` if the plan names ops of modules that the model does not have, or if it was calibrated and does
+    not name a layer that was trained. Returns the other ops that none of the captured graphs has: they may belong to a
+    branch that was not taken yet."""
     known = {op.id for binding in bindings for op in binding.ops}
-    unknown = sorted({a.op for a in plan.assignments} - known)
-    if unknown:
+    waiting = sorted({a.op for a in plan.assignments} - known)
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    unknown = [op for op in waiting if op.partition(":")[0] not in modules]
+    if unknown or (waiting and len(waiting) == len({a.op for a in plan.assignments})):
+        unknown = unknown or waiting
         raise PlanError(
             f"{len(unknown)} ops of the plan are not in this model, the first: {unknown[0]}."
             " The plan was made for another model or input; calibrate this one"
@@ -91,3 +96,16 @@ def check_plan_fits(plan: Plan, bindings: Iterable[Binding], trained: Iterable[B
             f"{len(new)} of {len(layers)} trained layers are not in the plan, the first: {new[0]}."
             " The plan was made for another version of the model; calibrate this one"
         )
+    return tuple(waiting)
+
+
+def unplanned(binding: Binding, graph: OpGraph) -> str:
+    """The sentence for layers of a captured graph that no calibration step ran, or ""."""
+    new = [op.id for op in binding.ops if op.op_class is OpClass.GEMM and op.weights and op.id not in graph.op_by_id]
+    if not new:
+        return ""
+    return f"{_some(new)} did not run while calibrating and stays in fp32; raise calibration.steps"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

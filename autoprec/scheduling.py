@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from autoprec.calibration.structure import StructureRecorder
+from autoprec.calibration.structure import TimingCase
 from autoprec.calibration.timing import measure_casts, time_ops
 from autoprec.devices import Device
 from autoprec.errors import InfeasibleError, InputError
@@ -36,22 +36,22 @@ class Scheduler:
         self.banned: set[tuple[str, str]] = set()
         self._device_type, self._observed = device_type, observed
 
-    def _seen(self) -> tuple[StructureRecorder, OpGraph, Profile]:
+    def _seen(self) -> tuple[dict[str, TimingCase], OpGraph, Profile]:
         """What calibration recorded; `InputError` if that is nothing."""
         seen = self._observed
-        if seen.structure is None or seen.graph is None or seen.profile is None:
+        if seen.graph is None or seen.profile is None:
             raise InputError("nothing was observed yet: run at least one training step, or pass batches= and loss_fn=")
-        return seen.structure, seen.graph, seen.profile
+        return seen.cases, seen.graph, seen.profile
 
     def measure_device(self) -> Device:
         """Time every distinct op of the model in the policy's formats, once; what is known is not timed again.
 
         Raises `InputError` if nothing was observed yet.
         """
-        structure, _, _ = self._seen()
+        cases, _, _ = self._seen()
         with torch.random.fork_rng(devices=cuda_devices(self._device_type)):
             known = self.device if self.device is not None else measure_casts(self._device_type)
-            self.device = time_ops(structure.cases, self.policy.formats, known)
+            self.device = time_ops(cases, self.policy.formats, known)
         return self.device
 
     def first_plan(self, measured_optimizer_bytes: int) -> Plan:
@@ -109,5 +109,6 @@ def _without(plan: Plan, banned: set[tuple[str, str]]) -> Plan:
         return replace(a, format="fp32", reason="promoted") if (a.op, a.format) in banned else a
 
     left = {op for op, fmt in banned if fmt == "fp16"}
-    regions = tuple(replace(r, ops=tuple(op for op in r.ops if op not in left)) for r in plan.regions)
+    kept = [(r, tuple(op for op in r.ops if op not in left)) for r in plan.regions]
+    regions = tuple(replace(r, ops=ops) for r, ops in kept if ops)
     return replace(plan, assignments=tuple(fix(a) for a in plan.assignments), regions=regions)

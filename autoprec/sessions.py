@@ -29,7 +29,7 @@ from autoprec.observing import Observations, describe_graph
 from autoprec.plans import Event, Plan
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
-from autoprec.refusals import check_plan_fits, refuse_autocast, refuse_half, refuse_strangers, uncaptured
+from autoprec.refusals import check_plan_fits, refuse_autocast, refuse_half, refuse_strangers, uncaptured, unplanned
 from autoprec.scheduling import Scheduler, cuda_devices
 from autoprec.tracing.bindings import Binding, SiteRegister, bind
 from autoprec.tracing.templates import Template
@@ -196,6 +196,9 @@ class Session:
         binding = bind(template, arguments, self._names, buffer_names, self._sites)
         slot = Slot(binding=binding, trains=any(self._parameters[f].requires_grad for f in binding.parameters.values()))
         slot.adopt(self.plan, self._device_type)
+        late = unplanned(binding, self.graph) if self.plan and self.graph and slot.trains else ""
+        if late:
+            self._event("warning", trigger="unplanned", evidence=late)
         return slot
 
     @property
@@ -238,7 +241,10 @@ class Session:
     def before_first_update(self, missed: list[str]) -> None:
         """Every parameter with a fresh gradient must have gone through a captured graph (called by the guard)."""
         if self._given_plan and self.steps == 0 and self.plan is not None and self._guard.in_step:
-            check_plan_fits(self.plan, self.bindings, [slot.binding for slot in self._ran])
+            waiting = check_plan_fits(self.plan, self.model, self.bindings, [slot.binding for slot in self._ran])
+            if waiting:
+                what = f"{len(waiting)} ops of the plan did not run in the first step, the first: {waiting[0]}"
+                self._event("warning", trigger="not_run", evidence=what)
         if not missed or (self._entered and self._capture_parts(missed)):
             return
         text = uncaptured(missed, self._parameters, type(self.model).__name__, entered=self._entered)

@@ -158,7 +158,8 @@ def test_foreign_and_damaged_profiles_are_refused(tmp_path: Path) -> None:
     assert "expected `version: 1`, not 2; it was written by a newer autoprec" in refused({"version": 2})
     assert "header):1:14: expected `autoprec: profile`, not text 'plan'" in refused({"autoprec": "plan"})
     assert "header):1:" in refused({"steps": "2"}) and "steps: must be a whole number" in refused({"steps": "2"})
-    assert "weights[0].samples: samples must be finite and at least 0, not -1" in refused({"weights": [{"fqn": "a", "steps": 1, "samples": -1}]})
+    negative = {"weights": [{"fqn": "a", "steps": 1, "samples": -1}]}
+    assert "weights[0].samples: samples must be finite and at least 0, not -1" in refused(negative)
     for histograms in ([], [("values", -1)], [("value", 1)], [("loss", 1)], [("values", 1)] * 2):
         tensor = {"id": "y", "histograms": [{"part": part, "bins": bins} for part, bins in histograms]}
         assert "tensors[0]" in refused({"tensors": [tensor]})

@@ -1,4 +1,4 @@
-"""What the first observed step tells about structure: shapes, saved tensors, FLOPs. Gives the `OpGraph`."""
+"""What an observed step tells about structure: shapes, saved tensors, FLOPs. Gives the `OpGraph`."""
 
 from __future__ import annotations
 
@@ -158,10 +158,6 @@ class StructureRecorder:
             spec = self._tensors.get(current)
             current = spec.base if spec is not None else None
         return False
-
-    def release(self) -> None:
-        """Forget the addresses, which mean nothing after the step."""
-        self._owner_of_storage.clear()
 
     def graph(
         self, model: str, parameter_bytes: int, gradient_bytes: int, optimizer_bytes: int, outputs: set[str]

@@ -103,15 +103,14 @@ def install(model: nn.Module, owner: Owner) -> None:
     frames. A function of ours around `_call_impl` is captured.
     """
 
-    def call_model(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)
-
-    # A code object of its own: Dynamo's recompile limit counts per code object.
-    call_model.__code__ = call_model.__code__.replace(co_name=f"autoprec_call_{next(_numbers)}")
-    compiled = torch.compile(call_model, backend=_backend)
+    compiled = _compiled(model)
     weak_owner = weakref.ref(owner)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal compiled
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            # Inside a torch.func transform Dynamo would fail, and never look at this code again.
+            return model._call_impl(*args, **kwargs)
         before = getattr(_running, "owner", None)
         _running.owner = weak_owner()
         if _running.owner is not None:
@@ -122,12 +121,27 @@ def install(model: nn.Module, owner: Owner) -> None:
             # eager; the coverage law notices the parameters in it.
             with torch._dynamo.config.patch(allow_rnn=True, recompile_limit=RECOMPILE_LIMIT, suppress_errors=True):
                 return compiled(*args, **kwargs)
+        except Exception:
+            compiled = _compiled(model)  # Dynamo never looks again at code that failed while it was captured
+            raise
         finally:
             _running.owner = before
 
     # The model keeps its owner alive here, in the one attribute that a deepcopy and a pickle leave out.
     call.owner = owner  # type: ignore[attr-defined]
     model._compiled_call_impl = call
+
+
+def _compiled(model: nn.Module) -> Callable[..., Any]:
+    """A function of ours around the model's call, with a code object of its own: Dynamo's recompile limit counts per
+    code object."""
+
+    def call_model(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    call_model.__code__ = call_model.__code__.replace(co_name=f"autoprec_call_{next(_numbers)}")
+    compiled: Callable[..., Any] = torch.compile(call_model, backend=_backend)
+    return compiled
 
 
 def installed(model: nn.Module) -> Owner | None:

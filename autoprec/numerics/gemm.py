@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from autoprec.numerics.double_backward import refuse_double_backward
 from autoprec.numerics.packing import Packed, decode_e4m3, encode_e4m3, pack_bits, unpack_bits
 
 __all__ = [
@@ -84,7 +84,10 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def _saved_input(ctx: Any, first: Tensor, second: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return decode_e4m3(Packed(first, second), dtype) if ctx.packed and second is not None else first
+    if not ctx.packed or second is None:
+        return first
+    refuse_double_backward("a layer that keeps its input in fp8_e4m3")
+    return decode_e4m3(Packed(first, second), dtype)
 
 
 def _save(ctx: Any, x: Tensor, weight: Tensor, payload: Tensor | None, inverse_scale: Tensor | None) -> None:
@@ -125,7 +128,6 @@ class _Linear(torch.autograd.Function):
         return F.linear(spec.operand(x, spec.output), spec.operand(weight, spec.output), b).to(spec.output)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         spec: GemmSpec = ctx.spec
         # Read once: inside a checkpoint a second look would ask for another recomputation.
@@ -166,8 +168,8 @@ class _GroupedLinear(torch.autograd.Function):
         return y.to(spec.output)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        refuse_double_backward("grouped products (experts)")
         spec: GemmSpec = ctx.spec
         first, second, weight = ctx.saved_tensors
         grad_x = grad_w = None
@@ -220,7 +222,6 @@ class _Conv(torch.autograd.Function):
         ).to(spec.output)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         spec: GemmSpec = ctx.spec
         # Read once: inside a checkpoint a second look would ask for another recomputation.
@@ -262,7 +263,6 @@ class _Matmul(torch.autograd.Function):
         return (spec.operand(a, spec.output) @ spec.operand(b, spec.output)).to(spec.output)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         spec: GemmSpec = ctx.spec
         a, b = ctx.saved_tensors
@@ -301,7 +301,6 @@ class _ReluBits(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (bits,) = ctx.saved_tensors
         return torch.where(unpack_bits(bits, ctx.shape), grad, grad.new_zeros(()))

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from autoprec.numerics.double_backward import refuse_double_backward
 
 __all__ = ["NormCall", "norm"]
 
@@ -65,8 +66,8 @@ class _Norm(torch.autograd.Function):
         return call.run(x.float(), weight, bias, mean, var).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        refuse_double_backward(f"a {ctx.call.kind} in fp16")
         call: NormCall = ctx.call
         x, weight, bias, mean, var = ctx.saved_tensors
         scale = 2.0**call.scale_log2

@@ -76,12 +76,14 @@ def take_envelope(root: Node, name: str, version: int, source: Source) -> None:
     if not isinstance(root.value, dict):
         raise source.refused_at(root.line, root.column, f"a {name} must be a mapping, not {described(root.value)}")
     for key, wanted in (("autoprec", name), ("version", version)):
-        node = root.value.pop(key, None)
-        if node is None or type(node.value) is not type(wanted) or node.value != wanted:
-            found, what = (root, "a file without that key") if node is None else (node, described(node.value))
-            newer = key == "version" and type(node and node.value) is int and node.value > version
-            advice = "; it was written by a newer autoprec: upgrade" if newer else ""
-            raise source.refused_at(found.line, found.column, f"expected `{key}: {wanted}`, not {what}{advice}")
+        node = root.value.pop(key, Node(None, root.line, root.column))
+        found = node.value
+        if type(found) is type(wanted) and found == wanted:
+            continue
+        what = "a file without that key" if found is None else described(found)
+        if key == "version" and type(found) is int and found > version:
+            what += "; it was written by a newer autoprec: upgrade"
+        raise source.refused_at(node.line, node.column, f"expected `{key}: {wanted}`, not {what}")
 
 
 def decode(node: Node, kind: type[T], source: Source) -> T:

@@ -91,14 +91,19 @@ class BiasGradient(torch.autograd.Function):
 
 
 class ManualCast(fx.Interpreter):
-    """The captured graph with casts by hand: what an op reads is cast before it, what it gives stays as it is until
-    somebody wants FP32. Products are torch's own in that dtype where the device computes them, otherwise they are
-    made of rounded operands in FP32 and rounded once."""
+    """The captured graph with casts by hand: what an op reads is cast before it, once for all its readers (whose
+    gradients meet in the narrow format), what it gives stays as it is until somebody wants FP32. Products are torch's
+    own in that dtype where the device computes them, otherwise they are made of rounded operands in FP32 and rounded
+    once."""
 
     def __init__(self, module: fx.GraphModule, ops: dict[fx.Node, OpNode], dtype: torch.dtype) -> None:
         super().__init__(module)
         self.ops, self.dtype = ops, dtype
         self.native = format_of(dtype) in native_formats("cpu")
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        self.casts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        return super().run(*args, **kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         op = self.ops.get(n)
@@ -115,7 +120,9 @@ class ManualCast(fx.Interpreter):
 
     def _narrow(self, n: fx.Node, op: OpNode, args: Any, kwargs: Any) -> Any:
         def cast(v: Any) -> Any:
-            return v.to(self.dtype) if isinstance(v, Tensor) and v.dtype in (torch.float32, self.dtype) else v
+            if not isinstance(v, Tensor) or v.dtype is not torch.float32:
+                return v
+            return self.casts.setdefault((id(v), v._version), (v, v.to(self.dtype)))[1]
 
         if op.op_class is OpClass.GEMM and op.kind != "scaled_dot_product_attention" and not self.native:
             weights = [] if op.gemm is None else [self.env[m] for m in op.gemm.tensors[1:]]
@@ -260,7 +267,7 @@ def check(name: str, op: Any, sample: Any, tally: Tally) -> None:
     tally.captured += 1
     if difference := same(expected, found):
         tally.broken.append(f"{name}: identity: {difference}")
-    elif len(session.bindings) == 1 and any(planned(o) for o in ops):
+    elif any(planned(o) for o in ops):
         for fmt in DTYPES:
             narrow(name, module, session, ops, fmt, expected, tally)
     autoprec.unwrap(module)
@@ -270,24 +277,23 @@ def narrow(
     name: str, module: nn.Module, session: Any, ops: list[OpNode], fmt: str, wide: list[Tensor | None], tally: Tally
 ) -> None:
     """All that can be planned in one format, against the casts by hand."""
-    (slot,) = session._slots.values()
-    binding = slot.binding
-    if binding.template.flat.within:
+    slots = list(session._slots.values())
+    if any(slot.binding.template.flat.within for slot in slots):
         return
     plan = Plan(
         assignments=tuple(
             Assignment(op=o.id, role=r, format=fmt, reason="campaign") for o in ops if planned(o) for r in roles(o)
         )
     )
-    interpreter = ManualCast(binding.template.module, binding.op_of, DTYPES[fmt])
+    by_slot = {s: ManualCast(s.binding.template.module, s.binding.op_of, DTYPES[fmt]) for s in slots}
     session._adopt(plan)
 
     def by_hand(slot: Any, given: Sequence[Any]) -> Any:
-        result = interpreter.run(*given)
-        return fx.node.map_aggregate(result, lambda v: v.float() if interpreter._is_ours(v) else v)
+        result = by_slot[slot].run(*given)
+        return fx.node.map_aggregate(result, lambda v: v.float() if by_slot[slot]._is_ours(v) else v)
 
     try:
-        with mock.patch.object(type(slot), "run", by_hand):
+        with mock.patch.object(type(slots[0]), "run", by_hand):
             expected = outcome(module, module)
     except NotImplementedError as error:  # torch has no kernel for it in this dtype
         tally.eager[f"no {fmt} kernel"] += 1
