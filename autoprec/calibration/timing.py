@@ -21,6 +21,7 @@ from autoprec.devices import CastTiming, Device, OpTiming
 from autoprec.graphs import OpClass, Role
 from autoprec.numerics.dtypes import dtype_of, native_formats
 from autoprec.numerics.gemm import conv, grouped_linear, linear, matmul
+from autoprec.numerics.lean import lean
 from autoprec.numerics.norms import norm
 from autoprec.numerics.packing import decode_e4m3, encode_e4m3
 from autoprec.numerics.specs import NORM_SIGNATURE, conv_options, fit_scalars, gemm_spec, norm_call
@@ -242,6 +243,8 @@ def _callable(case: TimingCase, fmt: str, device_type: str) -> tuple[Callable[[]
     target = node.target
     if op.functional:
         target, args, kwargs = out_of_place(op.kind, target, args, kwargs)
+    if fmt != "fp32":
+        target = lean(target)
     if isinstance(target, str):
         return lambda: getattr(args[0], target)(*args[1:], **kwargs), leaves, given
     return lambda: target(*args, **kwargs), leaves, given

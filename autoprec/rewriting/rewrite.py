@@ -27,6 +27,7 @@ from autoprec.graphs import OpClass, Role, shared_path
 from autoprec.numerics.casts import cast, enter_region, leave_region, saturating_cast
 from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.gemm import conv, grouped_linear, keep, linear, matmul, relu_keeping_bits
+from autoprec.numerics.lean import lean
 from autoprec.numerics.norms import norm
 from autoprec.numerics.specs import NORM_SIGNATURE, conv_options, fit_scalars, gemm_spec, norm_call
 from autoprec.plans import AS_IS, Plan
@@ -287,6 +288,7 @@ class _Rewriter:
             new = self.copy(op.node, lambda n: self.in_format(n, fmt, region))
             if op.functional:
                 new.target, new.args, new.kwargs = out_of_place(op.kind, new.target, new.args, new.kwargs)
+            new.target = lean(new.target)
             new.args, new.kwargs = fit_scalars(op.kind, new.args, fmt), fit_scalars(op.kind, new.kwargs, fmt)
         self.put(op.node, new, fmt)
         if region:

@@ -42,7 +42,7 @@ _POINTWISE = set(
     """
     add sub rsub mul div neg abs relu relu6 leaky_relu prelu elu celu selu gelu silu mish sigmoid tanh hardtanh
     hardswish hardsigmoid dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout masked_fill where
-    maximum minimum clamp clamp_min clamp_max lerp threshold
+    maximum minimum clamp clamp_min clamp_max lerp threshold pow square
     max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
     adaptive_avg_pool3d cat concat concatenate stack
     """.split()
@@ -60,7 +60,7 @@ _WIDE = set(
     """
     softmax log_softmax cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div gaussian_nll_loss
     binary_cross_entropy binary_cross_entropy_with_logits cosine_similarity cosine_embedding_loss triplet_margin_loss
-    ctc_loss exp exp2 expm1 log log1p log2 log10 pow square sqrt rsqrt reciprocal sum mean var std var_mean std_mean
+    ctc_loss exp exp2 expm1 log log1p log2 log10 sqrt rsqrt reciprocal sum mean var std var_mean std_mean
     prod cumsum cumprod norm vector_norm linalg_vector_norm normalize logsumexp erf erfc softplus logsigmoid
     embedding embedding_bag lstm gru rnn_tanh rnn_relu lstm_cell gru_cell sin cos tan atan2 sign floor ceil round
     topk sort argsort argmax argmin amax amin max min einsum addbmm baddbmm addmv mv dot outer

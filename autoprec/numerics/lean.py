@@ -1,0 +1,99 @@
+"""Ops that keep less for their backward pass than torch's own kernels do, and give the same bits forward and backward.
+
+torch's dropout on a CPU keeps its factors, as wide as its input; one bit per element says the same. Attention that
+torch's fused kernels do not take (dropout on a CPU, a mask that is trained) keeps its probabilities twice; what it was
+given, and the state of the random generator, say the same, for computing it once more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autoprec.numerics.double_backward import refuse_double_backward
+from autoprec.numerics.packing import pack_bits, unpack_bits
+
+__all__ = ["attention", "dropout", "lean"]
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        factors = torch.empty_like(x).bernoulli_(1.0 - p)
+        ctx.p, ctx.like = p, factors.new_empty(())
+        ctx.save_for_backward(pack_bits(factors != 0))
+        return x * factors.div_(1.0 - p)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (bits,) = ctx.saved_tensors
+        kept = unpack_bits(bits, grad.shape).to(ctx.like.dtype)
+        return grad * kept.div_(1.0 - ctx.p), None
+
+
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
+    """`F.dropout`, never in place; on a CPU it keeps one bit per element."""
+    if input.is_cuda or not training or not 0.0 < p < 1.0 or not input.numel() or not torch.is_grad_enabled():
+        return F.dropout(input, p, training)
+    result = _Dropout.apply(input, p)
+    assert isinstance(result, Tensor)
+    return result
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        ctx.options = options
+        ctx.save_for_backward(query, key, value, mask, torch.get_rng_state())
+        return F.scaled_dot_product_attention(query, key, value, mask, **options)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("attention with dropout or a trained mask")
+        *inputs, state = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:4]
+        leaves = [None if t is None else t.detach().requires_grad_(w) for t, w in zip(inputs, wanted, strict=True)]
+        with torch.random.fork_rng(devices=()), torch.enable_grad():
+            torch.set_rng_state(state)
+            y = F.scaled_dot_product_attention(*leaves, **ctx.options)  # type: ignore[arg-type]
+        found = iter(torch.autograd.grad(y, [t for t in leaves if t is not None and t.requires_grad], grad))
+        return *(next(found) if w else None for w in wanted), None
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`F.scaled_dot_product_attention`; where torch has no fused kernel for it on a CPU it keeps what it was given and
+    is computed once more in the backward pass."""
+    options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    unfused = dropout_p > 0.0 or (attn_mask is not None and attn_mask.requires_grad)
+    if query.is_cuda or not unfused or not torch.is_grad_enabled():
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)  # type: ignore[arg-type]
+    result = _Attention.apply(query, key, value, attn_mask, options)
+    assert isinstance(result, Tensor)
+    return result
+
+
+_LEAN = {
+    F.dropout: dropout,
+    F.scaled_dot_product_attention: attention,
+    torch._C._nn.scaled_dot_product_attention: attention,
+}
+
+
+def lean(target: Any) -> Any:
+    """The function of this module that stands for a call's target, or the target itself."""
+    return _LEAN.get(target, target) if callable(target) else target

@@ -1,0 +1,111 @@
+"""Dropout and attention that keep less are torch's own, bit for bit, draws of the random generator included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import autoprec
+from autoprec.execution.measuring import saved_bytes
+from autoprec.numerics.lean import attention, dropout
+from autoprec.plans import Plan
+from tests.campaigns.ops import same
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def outcome(function: Callable[..., Tensor], *given: Tensor, **options: Any) -> list[Tensor | None]:
+    """Result, gradients, and the next random number."""
+    leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]
+    torch.manual_seed(5)
+    y = function(*leaves, **options)
+    generator = torch.Generator().manual_seed(6)
+    y.backward(torch.randn(y.shape, generator=generator).to(y.dtype))
+    return [y.detach(), *(t.grad for t in leaves), torch.rand(1)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("shape", [(33, 7), (4, 5, 64), (1,), (0, 3), ()])
+def test_dropout_is_torchs(dtype: torch.dtype, p: float, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape).to(dtype).requires_grad_()
+    assert same(outcome(F.dropout, x, p=p), outcome(dropout, x, p=p)) == ""
+    if len(shape) > 1:  # random numbers are drawn in the order of memory
+        x = x.detach().transpose(0, 1).requires_grad_()
+        assert same(outcome(F.dropout, x, p=p), outcome(dropout, x, p=p)) == ""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("p", [0.0, 0.2])
+@pytest.mark.parametrize("mask", ["none", "causal", "trained", "additive", "boolean"])
+@pytest.mark.parametrize("heads", [4, 2])
+def test_attention_is_torchs(dtype: torch.dtype, p: float, mask: str, heads: int) -> None:
+    q, k, v = (torch.randn(2, h, 9, 8).to(dtype).requires_grad_() for h in (4, heads, heads))
+    masks = {
+        "trained": torch.randn(2, 1, 9, 9).to(dtype).requires_grad_(),
+        "additive": torch.randn(9, 9).to(dtype),
+        "boolean": torch.rand(2, 1, 9, 9) > 0.3,
+    }
+    given = [q, k, v, *([masks[mask]] if mask in masks else [])]
+    options = {"dropout_p": p, "is_causal": mask == "causal", "enable_gqa": heads == 2, "scale": 0.3}
+    expected = outcome(F.scaled_dot_product_attention, *given, **options)
+    assert same(expected, outcome(attention, *given, **options)) == ""
+
+
+def test_what_is_kept() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    kept = [saved_bytes(lambda f=f: f(x, 0.1), exclude=[x]) for f in (F.dropout, dropout)]
+    assert kept == [64 * 64 * 4, 64 * 64 // 8]
+    q, k, v = (torch.randn(2, 4, 64, 8, requires_grad=True) for _ in range(3))
+    state = torch.get_rng_state().nbytes
+    assert saved_bytes(lambda: attention(q, k, v, None, 0.1), exclude=[q, k, v]) == state
+    probabilities = 2 * 4 * 64 * 64 * 4
+    assert saved_bytes(lambda: F.scaled_dot_product_attention(q, k, v, None, 0.1), exclude=[q, k, v]) >= probabilities
+
+
+def test_a_second_derivative_of_attention_is_refused() -> None:
+    q, k, v = (torch.randn(1, 1, 4, 4, requires_grad=True) for _ in range(3))
+    y = attention(q, k, v, None, 0.5).sum()
+    with pytest.raises(autoprec.UnsupportedError, match="create_graph=True goes through attention"):
+        torch.autograd.grad(y, q, create_graph=True)
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).movedim(-3, 0).transpose(-3, -2)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1).transpose(-3, -2).flatten(-2)
+        return F.dropout(self.out(y), 0.2)
+
+
+def test_a_plan_in_bf16_uses_them_and_draws_what_the_model_draws() -> None:
+    model, x = Block(), torch.randn(4, 32, 16)
+    torch.manual_seed(1)
+    dropped = model(x) == 0
+    autoprec.compile(model, plan=Plan(assignments=()), events=None)
+    torch.manual_seed(1)
+    model(x)
+    session = autoprec.session(model)
+    ops = [o for b in session.bindings for o in b.ops if o.op_class in ("gemm", "pointwise")]
+    narrow = Plan(
+        assignments=tuple(
+            autoprec.Assignment(op=o.id, role=r, format="bf16", reason="test")
+            for o in ops
+            for r in (autoprec.Role if o.gemm is not None else (autoprec.Role.OUTPUT,))
+        )
+    )
+    held = {}
+    for name, plan in (("as written", Plan(assignments=())), ("bf16", narrow)):
+        session._adopt(plan)
+        torch.manual_seed(1)
+        assert torch.equal(model(x) == 0, dropped)
+        held[name] = saved_bytes(lambda: model(x), exclude=[x, *model.parameters()])
+    assert held["bf16"] < 0.35 * held["as written"]
