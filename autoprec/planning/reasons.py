@@ -106,6 +106,8 @@ class Reasons:
 
     def _binding(self) -> str:
         """The constraint that most often forbids a single change for the better."""
+        if not self._problem.units:
+            return "nothing to decide: no op of a kind that takes a format computes in float32"
         if not self._blocked:
             return "nothing"
         kind, what = min(self._blocked, key=lambda key: (-self._blocked[key], key))
