@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Self
 
-from autoprec.planning.values import PACKED, Choice, Evaluation, Gemm, PlanTensor, Problem, Violation, bytes_of
+from autoprec.planning.values import (
+    PACKED,
+    Choice,
+    Evaluation,
+    Gemm,
+    GradientNode,
+    PlanTensor,
+    Problem,
+    Violation,
+    bytes_of,
+)
 
-__all__ = ["SECONDARY", "TERTIARY", "evaluate", "holders", "objective_of"]
+__all__ = ["SECONDARY", "TERTIARY", "Step", "evaluate", "holders", "judged", "objective_of"]
 
 #: What breaks ties. SECONDARY: all saved bytes are worth 1e-4 of the step's time (under "bytes": the other way
 #: round). TERTIARY: the whole noise limit of one weight is worth 1e-6 of it.
@@ -23,42 +35,62 @@ def objective_of(problem: Problem, seconds: float, saved_bytes: float, noise: fl
     return first + SECONDARY * second + TERTIARY * noise
 
 
-class _Step:
-    """One simulated step: seconds, and the bytes that each interval of moments holds."""
+class Step:
+    """A simulated step, or parts of one: seconds, and the bytes that each interval of moments holds."""
 
-    def __init__(self, problem: Problem, choice: Choice) -> None:
-        self.problem = problem
-        self.packed = choice.packed
-        self.formats = [u.options[k] for u, k in zip(problem.units, choice.options, strict=True)]
-        self.seconds = problem.constant_seconds
+    def __init__(self, problem: Problem, options: Sequence[int], packed: frozenset[int]) -> None:
+        self.problem, self.options, self.packed = problem, options, packed
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was simulated."""
+        self.seconds = 0.0
         self.saved = 0
         self.held: list[tuple[str, int, int, int]] = []
-        for unit, k in zip(problem.units, choice.options, strict=True):
-            self.seconds += unit.seconds[k]
-            if unit.workspace[k]:
-                self.hold(f"weights of {unit.op}", unit.moment, unit.moment, unit.workspace[k])
-            if unit.kept:
-                first = unit.moment if unit.kept_from is None else unit.kept_from
-                self.hold(f"statistics of {unit.op}", first, problem.backward(unit.moment), unit.kept[k])
-                self.saved += unit.kept[k] if unit.kept_from is None else 0
-        for moment, kept_from, size in problem.private:
-            self.hold(f"statistics of {problem.ops[moment]}", kept_from, problem.backward(moment), size)
-            self.saved += size if kept_from == moment else 0
-        for i, tensor in enumerate(problem.tensors):
-            self.tensor(i, tensor)
-        for gemm in problem.gemms:
+
+    def whole(self) -> Self:
+        """Simulate every part."""
+        p = self.problem
+        self.constant()
+        for i in range(len(p.units)):
+            self.unit(i)
+        for i in range(len(p.tensors)):
+            self.tensor(i)
+        for gemm in p.gemms:
             self.backward(gemm)
+        return self
+
+    def constant(self) -> None:
+        """What does not depend on the choice."""
+        p = self.problem
+        self.seconds += p.constant_seconds
+        for moment, kept_from, size in p.private:
+            self.hold(f"statistics of {p.ops[moment]}", kept_from, p.backward(moment), size)
+            self.saved += size if kept_from == moment else 0
+
+    def unit(self, index: int) -> None:
+        """Seconds, workspace and private bytes of one role of an op."""
+        unit, k = self.problem.units[index], self.options[index]
+        self.seconds += unit.seconds[k]
+        if unit.workspace[k]:
+            self.hold(f"weights of {unit.op}", unit.moment, unit.moment, unit.workspace[k])
+        if unit.kept:
+            first = unit.moment if unit.kept_from is None else unit.kept_from
+            self.hold(f"statistics of {unit.op}", first, self.problem.backward(unit.moment), unit.kept[k])
+            self.saved += unit.kept[k] if unit.kept_from is None else 0
 
     def hold(self, what: str, first: int, last: int, size: int) -> None:
+        """Bytes that are held from one moment to another, both included."""
         if size:
             self.held.append((what, first, last, size))
 
     def format(self, unit: int | None) -> str:
-        return "fp32" if unit is None else self.formats[unit]
+        """The format of a unit; FP32 where nothing is decided."""
+        return "fp32" if unit is None else self.problem.units[unit].options[self.options[unit]]
 
-    def tensor(self, index: int, t: PlanTensor) -> None:
+    def tensor(self, index: int) -> None:
         """Casts and copies of one tensor, and the gradient of it."""
-        p = self.problem
+        p, t = self.problem, self.problem.tensors[index]
         born = self.format(t.born)
         last = {(born, t.birth): t.birth}
         for use in t.readers:
@@ -83,6 +115,7 @@ class _Step:
             self.hold(f"gradient of {t.id}", p.backward(t.gradient_from), p.backward(t.birth), size)
 
     def pack(self, t: PlanTensor) -> None:
+        """The E4M3 copy of one tensor, and the masks of the ReLUs that made it."""
         p = self.problem
         first = min((p.gemms[k] for k in t.gemms), key=lambda gemm: gemm.moment)
         self.seconds += p.cast_seconds(self.format(first.output), PACKED, t.numel)
@@ -117,30 +150,35 @@ class _Step:
 
     def loss_variance(self) -> float:
         """E(δL)² per step over all rounding events."""
-        total = 0.0
-        for t in self.problem.tensors:
-            if not t.loss_noise:
-                continue
-            born = self.format(t.born)
-            rounded = {self.format(use.unit) for use in t.readers} | {born}
-            if t.inherits:
-                rounded.discard(born)
-            total += sum(energy for f, energy in t.loss_noise if f in rounded)
-        return total
+        return sum(self.loss_noise(t) for t in self.problem.tensors)
+
+    def loss_noise(self, t: PlanTensor) -> float:
+        """The part of one tensor's rounding."""
+        if not t.loss_noise:
+            return 0.0
+        born = self.format(t.born)
+        rounded = {self.format(use.unit) for use in t.readers} | {born}
+        if t.inherits:
+            rounded.discard(born)
+        return sum(energy for f, energy in t.loss_noise if f in rounded)
 
     def rows(self) -> list[float]:
         """E‖δ∇W‖² per weight row."""
         p = self.problem
         variance = [0.0] * p.variances
         for node in reversed(p.nodes):
-            passed = sum(share * variance[k] for k, share in node.outputs)
-            formats = {self.format(u) for u in node.units}
-            passed += sum(relative for f, relative in node.local if f in formats)
+            passed = sum(share * variance[k] for k, share in node.outputs) + self.rounding(node)
             for k, share in node.inputs:
                 variance[k] += share * passed
         return [sum(self.weight_noise(p.gemms[k], variance) for k in row.gemms) for row in p.rows]
 
+    def rounding(self, node: GradientNode) -> float:
+        """The relative variance that an op's own roundings add to the gradient that it passes on."""
+        formats = {self.format(u) for u in node.units}
+        return sum(relative for f, relative in node.local if f in formats)
+
     def weight_noise(self, gemm: Gemm, variance: list[float]) -> float:
+        """E‖δ∇W‖² of one GEMM: what comes from above, and the roundings of its operands."""
         made, g = self.format(gemm.output), self.format(gemm.grad_weight)
         total = gemm.upstream * variance[gemm.variance]
         total += sum(energy for f, energy in gemm.gradient_noise if f in (made, g))
@@ -152,7 +190,7 @@ class _Step:
 
 def evaluate(problem: Problem, choice: Choice) -> Evaluation:
     """Seconds, bytes and noise of a choice, and every constraint that it breaks."""
-    step = _Step(problem, choice)
+    step = Step(problem, choice.options, choice.packed).whole()
     change = [0] * (2 * len(problem.ops) + 1)
     for _, first, last, size in step.held:
         change[first] += size
@@ -161,16 +199,28 @@ def evaluate(problem: Problem, choice: Choice) -> Evaluation:
     for delta in change[:-1]:
         now += delta
         bytes_at.append(now)
+    return judged(problem, choice, step.seconds, step.saved, bytes_at, step.loss_variance(), step.rows())
+
+
+def judged(
+    problem: Problem,
+    choice: Choice,
+    seconds: float,
+    saved: int,
+    bytes_at: Sequence[int],
+    variance: float,
+    rows: Sequence[float],
+) -> Evaluation:
+    """The sums of a step against the limits."""
     peak = max(bytes_at, default=problem.fixed_bytes)
     peak_moment = bytes_at.index(peak) if bytes_at else 0
-    variance, rows = step.loss_variance(), step.rows()
     noise = variance / problem.loss_scale
     if rows:
         noise += sum(v / row.limit for v, row in zip(rows, problem.rows, strict=True))
     ratios = (v / row.reference for v, row in zip(rows, problem.rows, strict=True))
     return Evaluation(
-        seconds=step.seconds,
-        saved_bytes=step.saved,
+        seconds=seconds,
+        saved_bytes=saved,
         peak_bytes=peak,
         peak_moment=peak_moment,
         loss_sigma=math.sqrt(variance),
@@ -178,13 +228,13 @@ def evaluate(problem: Problem, choice: Choice) -> Evaluation:
         bytes_at=tuple(bytes_at),
         rows=tuple(rows),
         noise=noise,
-        objective=objective_of(problem, step.seconds, step.saved, noise),
-        violations=tuple(_violations(problem, step, peak, peak_moment, variance, rows)),
+        objective=objective_of(problem, seconds, saved, noise),
+        violations=tuple(_violations(problem, choice, peak, peak_moment, variance, rows)),
     )
 
 
 def _violations(
-    problem: Problem, step: _Step, peak: int, peak_moment: int, variance: float, rows: list[float]
+    problem: Problem, choice: Choice, peak: int, peak_moment: int, variance: float, rows: Sequence[float]
 ) -> list[Violation]:
     found = []
     if problem.budget_bytes is not None and peak > problem.budget_bytes:
@@ -197,7 +247,7 @@ def _violations(
         if value > row.limit * (1.0 + _TOLERANCE):
             found.append(Violation(kind="gradient", what=row.weight, value=value, limit=row.limit))
     for a, b in problem.ties:
-        if step.formats[a] != step.formats[b]:
+        if problem.units[a].options[choice.options[a]] != problem.units[b].options[choice.options[b]]:
             ops = f"{problem.units[a].op} and {problem.units[b].op}"
             found.append(Violation(kind="tie", what=ops, value=1.0, limit=0.0))
     return found
@@ -206,7 +256,7 @@ def _violations(
 def holders(problem: Problem, choice: Choice, moment: int, count: int = 3) -> list[tuple[str, int]]:
     """What holds the most bytes at a moment, largest first (parameters and inputs not counted)."""
     sizes: dict[str, int] = {}
-    for what, first, last, size in _Step(problem, choice).held:
+    for what, first, last, size in Step(problem, choice.options, choice.packed).whole().held:
         if first <= moment <= last:
             sizes[what] = sizes.get(what, 0) + size
     return sorted(sizes.items(), key=lambda item: (-item[1], item[0]))[:count]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from autoprec.planning.evaluator import evaluate
+from autoprec.planning.neighbours import Neighbours
 from autoprec.planning.values import Choice, Problem, Solution
 
 __all__ = ["flips", "polish", "tied_groups"]
@@ -36,18 +38,25 @@ def polish(problem: Problem, solution: Solution, *, passes: int = 3) -> Solution
     """The solution after every single change that improves it, in a fixed order."""
     groups = tied_groups(problem)
     choice, best = solution.choice, solution.evaluation
+    near = Neighbours(problem, choice)
+
+    def take_if_better(changed: Choice) -> None:
+        """The evaluator has the last word."""
+        nonlocal choice, best
+        for judge in (near.evaluate, partial(evaluate, problem)):
+            found = judge(changed)
+            if not (found.feasible and found.objective < best.objective):
+                return
+        choice, best = changed, found
+        near.move(changed)
+
     for _ in range(passes):
         before = best
         for unit in range(len(problem.units)):
             for _, changed in flips(problem, choice, groups, unit):
-                found = evaluate(problem, changed)
-                if found.feasible and found.objective < best.objective:
-                    choice, best = changed, found
+                take_if_better(changed)
         for tensor in problem.packable:
-            changed = Choice(options=choice.options, packed=choice.packed ^ {tensor})
-            found = evaluate(problem, changed)
-            if found.feasible and found.objective < best.objective:
-                choice, best = changed, found
+            take_if_better(Choice(options=choice.options, packed=choice.packed ^ {tensor}))
         if best is before:
             break
     return Solution(choice=choice, evaluation=best, bound=solution.bound)

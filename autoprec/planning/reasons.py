@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from autoprec.planning.evaluator import evaluate
+from autoprec.planning.neighbours import Neighbours
 from autoprec.planning.polish import flips, tied_groups
 from autoprec.planning.values import PACKED, Choice, Evaluation, Problem, Solution, Violation
 
@@ -57,6 +57,7 @@ class Reasons:
         self._problem = problem
         self._solution = solution
         self._groups = tied_groups(problem)
+        self._near = Neighbours(problem, solution.choice)
         self._blocked: Counter[tuple[str, str]] = Counter()
         self.units = tuple(self._unit(i) for i in range(len(problem.units)))
         self.storages = {t: self._storage(t) for t in problem.packable}
@@ -72,7 +73,7 @@ class Reasons:
                 return f"rule ({unit.rule})"
             return dropped or "the policy allows no other format"
         found = [
-            _Alternative(name=name, evaluation=evaluate(self._problem, changed))
+            _Alternative(name=name, evaluation=self._near.evaluate(changed))
             for name, changed in flips(self._problem, choice, self._groups, index)
         ]
         return self._priced(found) + (f"; {dropped}" if dropped else "")
@@ -82,7 +83,7 @@ class Reasons:
         packed = tensor in choice.packed
         flipped = Choice(options=choice.options, packed=choice.packed ^ {tensor})
         name = "as it is" if packed else PACKED
-        return self._priced([_Alternative(name=name, evaluation=evaluate(self._problem, flipped))])
+        return self._priced([_Alternative(name=name, evaluation=self._near.evaluate(flipped))])
 
     def _priced(self, alternatives: list[_Alternative]) -> str:
         """The price of the next-best alternative; if none is feasible, what the nearest one breaks."""

@@ -110,31 +110,31 @@ def test_highs_finds_what_brute_force_finds():
 
 
 def forget_gradients(monkeypatch):
-    hold = evaluator._Step.hold
+    hold = evaluator.Step.hold
 
     def mutated(self, what, first, last, size):
         hold(self, what, first, last, 0 if what.startswith("gradient of") else size)
 
-    monkeypatch.setattr(evaluator._Step, "hold", mutated)
+    monkeypatch.setattr(evaluator.Step, "hold", mutated)
 
 
 def forget_the_last_moment_of_a_lifetime(monkeypatch):
-    hold = evaluator._Step.hold
+    hold = evaluator.Step.hold
 
     def mutated(self, what, first, last, size):
         hold(self, what, first, max(first, last - 1), size)
 
-    monkeypatch.setattr(evaluator._Step, "hold", mutated)
+    monkeypatch.setattr(evaluator.Step, "hold", mutated)
 
 
 def keep_what_checkpoints_make_again(monkeypatch):
-    hold = evaluator._Step.hold
+    hold = evaluator.Step.hold
 
     def mutated(self, what, first, last, size):
         births = [t.birth for t in self.problem.tensors if t.id == what]
         hold(self, what, min([first, *births]), last, size)
 
-    monkeypatch.setattr(evaluator._Step, "hold", mutated)
+    monkeypatch.setattr(evaluator.Step, "hold", mutated)
 
 
 def cast_once_inside_checkpoints(monkeypatch):
@@ -155,14 +155,14 @@ def let_highs_halve_decisions(monkeypatch):
 
 
 def forget_upstream_variance(monkeypatch):
-    noise = evaluator._Step.weight_noise
+    noise = evaluator.Step.weight_noise
     monkeypatch.setattr(
-        evaluator._Step, "weight_noise", lambda self, gemm, variance: noise(self, gemm, [0.0] * len(variance))
+        evaluator.Step, "weight_noise", lambda self, gemm, variance: noise(self, gemm, [0.0] * len(variance))
     )
 
 
 def forget_the_noise_of_packing(monkeypatch):
-    monkeypatch.setattr(evaluator._Step, "unpacks", lambda self, gemm: False)
+    monkeypatch.setattr(evaluator.Step, "unpacks", lambda self, gemm: False)
 
 
 def drop_the_loss_row(monkeypatch):

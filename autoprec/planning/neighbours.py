@@ -1,0 +1,155 @@
+"""Evaluations of choices that differ in a few decisions, in the time that the few decisions take.
+
+`Neighbours` keeps what each part of a step costs under one choice. For another choice only the parts that read a
+changed decision are simulated again, by the evaluator's own code; bytes are summed as differences, and relative
+gradient variance, which is linear in the roundings, goes through a matrix (gradient nodes by weights) made once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoprec.planning.evaluator import Step, judged
+from autoprec.planning.values import Choice, Evaluation, Problem
+
+__all__ = ["Neighbours"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one unit, tensor or GEMM costs: seconds, bytes kept for backward, and the bytes held at each moment, as
+    differences from the moment before."""
+
+    seconds: float
+    saved: int
+    change: tuple[tuple[int, int], ...]
+
+
+_Key = tuple[str, int]
+
+
+class Neighbours:
+    """Evaluates choices near `choice`; `move` makes another one the centre."""
+
+    def __init__(self, problem: Problem, choice: Choice) -> None:
+        self._problem = problem
+        self._readers, self._packing = _readers(problem)
+        self._gain = _gains(problem)
+        self._row_of = {k: r for r, row in enumerate(problem.rows) for k in row.gemms}
+        self._nothing = [0.0] * problem.variances
+        self.move(choice)
+
+    def move(self, choice: Choice) -> None:
+        """Simulate every part under a new centre."""
+        p = self._problem
+        self._choice = choice
+        step = Step(p, choice.options, choice.packed)
+        step.constant()
+        self._seconds, self._saved = step.seconds, step.saved
+        change = np.zeros(2 * len(p.ops) + 1, np.int64)
+        for moment, size in _differences(step):
+            change[moment] += size
+        kinds = (("unit", len(p.units)), ("tensor", len(p.tensors)), ("gemm", len(p.gemms)))
+        self._parts = {(kind, i): self._part(step, (kind, i)) for kind, n in kinds for i in range(n)}
+        for part in self._parts.values():
+            self._seconds += part.seconds
+            self._saved += part.saved
+            for moment, size in part.change:
+                change[moment] += size
+        self._change = change
+        self._loss = [step.loss_noise(t) for t in p.tensors]
+        self._own = [step.weight_noise(gemm, self._nothing) for gemm in p.gemms]
+        self._rounding = [step.rounding(node) for node in p.nodes]
+        self._rows = np.array(step.rows())
+
+    def _part(self, step: Step, key: _Key) -> _Part:
+        step.clear()
+        kind, i = key
+        if kind == "unit":
+            step.unit(i)
+        elif kind == "tensor":
+            step.tensor(i)
+        else:
+            step.backward(self._problem.gemms[i])
+        return _Part(step.seconds, step.saved, tuple(_differences(step)))
+
+    def evaluate(self, choice: Choice) -> Evaluation:
+        """What `evaluate` says of the choice, up to the order of sums."""
+        p, before = self._problem, self._choice
+        units = [i for i, (a, b) in enumerate(zip(choice.options, before.options, strict=True)) if a != b]
+        touched = {key for u in units for key in self._readers[u]}
+        touched |= {key for t in choice.packed ^ before.packed for key in self._packing[t]}
+        step = Step(p, choice.options, choice.packed)
+        seconds, saved, change, rows = self._seconds, self._saved, self._change.copy(), self._rows.copy()
+        loss = sum(self._loss)
+        for kind, i in touched:
+            if kind == "node":
+                rows += self._gain[i] * (step.rounding(p.nodes[i]) - self._rounding[i])
+                continue
+            if kind == "noise":
+                if (row := self._row_of.get(i)) is not None:
+                    rows[row] += step.weight_noise(p.gemms[i], self._nothing) - self._own[i]
+                continue
+            old, new = self._parts[kind, i], self._part(step, (kind, i))
+            seconds += new.seconds - old.seconds
+            saved += new.saved - old.saved
+            for moment, size in new.change:
+                change[moment] += size
+            for moment, size in old.change:
+                change[moment] -= size
+            if kind == "tensor":
+                loss += step.loss_noise(p.tensors[i]) - self._loss[i]
+        bytes_at = (p.fixed_bytes + np.cumsum(change[:-1])).tolist()
+        return judged(p, choice, seconds, saved, bytes_at, max(loss, 0.0), np.maximum(rows, 0.0).tolist())
+
+
+def _differences(step: Step) -> list[tuple[int, int]]:
+    found = []
+    for _, first, last, size in step.held:
+        found += [(first, size), (last + 1, -size)]
+    return found
+
+
+def _readers(problem: Problem) -> tuple[list[set[_Key]], list[set[_Key]]]:
+    """For each unit, and for each tensor's storage, what reads the decision: parts, nodes, and the noise of GEMMs."""
+    by_unit: list[set[_Key]] = [{("unit", i)} for i in range(len(problem.units))]
+    by_tensor: list[set[_Key]] = [{("tensor", i)} for i in range(len(problem.tensors))]
+
+    def reads(unit: int | None, *keys: _Key) -> None:
+        if unit is not None:
+            by_unit[unit].update(keys)
+
+    for i, t in enumerate(problem.tensors):
+        for unit in (t.born, *(use.unit for use in (*t.readers, *t.savers))):
+            reads(unit, ("tensor", i))
+        for k in t.gemms:
+            reads(problem.gemms[k].output, ("tensor", i))
+    for k, gemm in enumerate(problem.gemms):
+        for unit in (gemm.output, gemm.grad_input, gemm.grad_weight):
+            reads(unit, ("gemm", k), ("noise", k))
+        reads(problem.tensors[gemm.x].born, ("noise", k))
+        by_tensor[gemm.x] |= {("gemm", k), ("noise", k)}
+    for n, node in enumerate(problem.nodes):
+        for unit in node.units:
+            reads(unit, ("node", n))
+    return by_unit, by_tensor
+
+
+def _gains(problem: Problem) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """By node and row: what one unit of relative variance, added where the node passes a gradient on, adds to the row.
+
+    The adjoint of `Step.rows`: its steps in the opposite order.
+    """
+    reach = np.zeros((problem.variances, len(problem.rows)))
+    for r, row in enumerate(problem.rows):
+        for k in row.gemms:
+            reach[problem.gemms[k].variance, r] += problem.gemms[k].upstream
+    gain = np.zeros((len(problem.nodes), len(problem.rows)))
+    for n, node in enumerate(problem.nodes):
+        for k, share in node.inputs:
+            gain[n] += share * reach[k]
+        for k, share in node.outputs:
+            reach[k] += share * gain[n]
+    return gain

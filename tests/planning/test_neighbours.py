@@ -1,0 +1,85 @@
+"""Neighbours say what the evaluator says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autoprec.planning import neighbours
+from autoprec.planning.evaluator import evaluate
+from autoprec.planning.neighbours import Neighbours
+from autoprec.planning.values import Choice, Evaluation, Problem
+from tests.planning.planning_cases import random_case
+from tests.planning.test_solvers import random_choice
+
+
+def agree(a: Evaluation, b: Evaluation) -> bool:
+    exact = (a.saved_bytes, a.peak_bytes, a.peak_moment, a.bytes_at) == (
+        b.saved_bytes, b.peak_bytes, b.peak_moment, b.bytes_at
+    )  # fmt: skip
+    # A sum of differences leaves a residue of what was subtracted.
+    sums = np.allclose(
+        [a.seconds, a.loss_sigma, a.gradient_ratio, a.noise, a.objective],
+        [b.seconds, b.loss_sigma, b.gradient_ratio, b.noise, b.objective],
+        rtol=1e-6, atol=1e-9,
+    )  # fmt: skip
+    return exact and bool(sums) and [(v.kind, v.what) for v in a.violations] == [(v.kind, v.what) for v in b.violations]
+
+
+def near(problem: Problem, choice: Choice, rng: np.random.Generator) -> Choice:
+    """One to three decisions changed."""
+    options = list(choice.options)
+    packed = set(choice.packed)
+    for _ in range(rng.integers(1, 4)):
+        if problem.packable and rng.random() < 0.3:
+            packed ^= {int(rng.choice(problem.packable))}
+        elif options:
+            unit = int(rng.integers(len(options)))
+            options[unit] = int(rng.integers(len(problem.units[unit].options)))
+    return Choice(options=tuple(options), packed=frozenset(packed))
+
+
+def disagreements(seeds: range) -> int:
+    wrong = 0
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        problem = random_case(seed).problem()
+        budget = None if seed % 2 else int(evaluate(problem, random_choice(problem, rng)).peak_bytes)
+        problem = random_case(seed).problem(budget)
+        centre = random_choice(problem, rng)
+        quick = Neighbours(problem, centre)
+        for _ in range(8):
+            changed = near(problem, centre, rng)
+            wrong += not agree(quick.evaluate(changed), evaluate(problem, changed))
+        quick.move(changed)
+        other = near(problem, changed, rng)
+        wrong += not agree(quick.evaluate(other), evaluate(problem, other))
+    return wrong
+
+
+def test_neighbours_agree_with_the_evaluator() -> None:
+    assert disagreements(range(200)) == 0
+
+
+def forget_births(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = neighbours._readers
+
+    def without(problem: Problem) -> object:
+        by_unit, by_tensor = found(problem)
+        for t, tensor in enumerate(problem.tensors):
+            if tensor.born is not None:
+                by_unit[tensor.born].discard(("tensor", t))
+        return by_unit, by_tensor
+
+    monkeypatch.setattr(neighbours, "_readers", without)
+
+
+def forget_what_comes_from_above(monkeypatch: pytest.MonkeyPatch) -> None:
+    gains = neighbours._gains
+    monkeypatch.setattr(neighbours, "_gains", lambda problem: 0.0 * gains(problem))
+
+
+@pytest.mark.parametrize("plant", [forget_births, forget_what_comes_from_above])
+def test_a_planted_bug_is_noticed(plant, monkeypatch) -> None:
+    plant(monkeypatch)
+    assert disagreements(range(60)) > 0
