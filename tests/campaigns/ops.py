@@ -301,12 +301,11 @@ def narrow(
             Assignment(op=o.id, role=r, format=fmt, reason="campaign") for o in ops if planned(o) for r in roles(o)
         )
     )
-    by_slot = {s: ManualCast(s.binding.template.module, s.binding.op_of, DTYPES[fmt]) for s in slots}
     session._adopt(plan)
 
     def by_hand(slot: Any, given: Sequence[Any]) -> Any:
-        result = by_slot[slot].run(*given)
-        return fx.node.map_aggregate(result, lambda v: v.float() if by_slot[slot]._is_ours(v) else v)
+        interpreter = ManualCast(slot.binding.template.module, slot.binding.op_of, DTYPES[fmt])
+        return fx.node.map_aggregate(interpreter.run(*given), lambda v: v.float() if interpreter._is_ours(v) else v)
 
     try:
         with mock.patch.object(type(slots[0]), "run", by_hand):
