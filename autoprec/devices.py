@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoprec.checks import check_amount, check_choice, check_text, check_unique
@@ -10,7 +10,7 @@ from autoprec.errors import DeviceError
 from autoprec.formats import FORMATS
 from autoprec.graphs import Role
 
-__all__ = ["CastTiming", "Device", "OpTiming"]
+__all__ = ["CastTiming", "Device", "NoKernel", "OpTiming"]
 
 _FORMATS = tuple(f.name for f in FORMATS)
 
@@ -34,6 +34,18 @@ class OpTiming:
         check_choice(self.format, _FORMATS, "format", DeviceError, "format")
         check_amount(self.seconds, "seconds", DeviceError, "seconds")
         check_amount(self.private_saved_bytes, "private_saved_bytes", DeviceError, "private_saved_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoKernel:
+    """An op that the device cannot run in a format, and what it said."""
+
+    timing_key: str
+    format: str
+    reason: str
+
+    def __post_init__(self) -> None:
+        check_choice(self.format, _FORMATS, "format", DeviceError, "format")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +74,7 @@ class Device:
         native: formats whose GEMMs the hardware computes; the others are emulated (upcast, FP32 accumulation).
         timings: one entry per (timing_key, role, format) measured so far.
         casts: one entry per (source, target).
+        no_kernels: what was tried and cannot run.
         source: "measured" or "modelled".
     """
 
@@ -70,6 +83,7 @@ class Device:
     native: tuple[str, ...]
     timings: tuple[OpTiming, ...] = ()
     casts: tuple[CastTiming, ...] = ()
+    no_kernels: tuple[NoKernel, ...] = ()
     source: str = "measured"
 
     def __post_init__(self) -> None:
@@ -80,12 +94,18 @@ class Device:
         check_unique(self.native, "format", DeviceError, "native")
         check_unique([(t.timing_key, t.role, t.format) for t in self.timings], "timing", DeviceError, "timings")
         check_unique([(c.source, c.target) for c in self.casts], "cast", DeviceError, "casts")
+        check_unique([(k.timing_key, k.format) for k in self.no_kernels], "the op", DeviceError, "no_kernels")
         check_choice(self.source, ("measured", "modelled"), "source", DeviceError, "source")
 
     @cached_property
     def seconds_by_key(self) -> dict[tuple[str, str, str], float]:
         """(timing_key, role, format) → seconds."""
         return {(t.timing_key, t.role, t.format): t.seconds for t in self.timings}
+
+    @cached_property
+    def no_kernel_by_key(self) -> dict[tuple[str, str], str]:
+        """(timing_key, format) → why the device cannot run it."""
+        return {(k.timing_key, k.format): k.reason for k in self.no_kernels}
 
     @cached_property
     def private_bytes_by_key(self) -> dict[tuple[str, str], int]:
@@ -107,15 +127,11 @@ class Device:
             raise DeviceError(f"device {self.name!r} has no timing for the cast {source} → {target}; calibrate there")
         return timing.seconds_per_call + timing.seconds_per_element * numel
 
-    def extended(self, timings: tuple[OpTiming, ...]) -> Device:
-        """This device with further timings (those it has already are kept)."""
-        known = self.seconds_by_key
-        new = tuple(t for t in timings if (t.timing_key, t.role, t.format) not in known)
-        return Device(
-            name=self.name,
-            type=self.type,
-            native=self.native,
-            timings=self.timings + new,
-            casts=self.casts,
-            source=self.source,
+    def extended(self, timings: tuple[OpTiming, ...], no_kernels: tuple[NoKernel, ...] = ()) -> Device:
+        """This device with further findings (those it has already are kept)."""
+        known, missing = self.seconds_by_key, self.no_kernel_by_key
+        return replace(
+            self,
+            timings=self.timings + tuple(t for t in timings if (t.timing_key, t.role, t.format) not in known),
+            no_kernels=self.no_kernels + tuple(k for k in no_kernels if (k.timing_key, k.format) not in missing),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import autoprec
 from autoprec.graphs import Role
+from autoprec.serial import read_device, write_device
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -179,3 +181,24 @@ def test_equal_batches_leave_no_noise_to_hide_behind() -> None:
         used.append(autoprec.session(model).plan.formats_used())
     assert used[0] == ("fp32",)
     assert len(used[1]) > 1
+
+
+def test_an_op_without_a_kernel_in_a_format_keeps_fp32(tmp_path: Path) -> None:
+    """torch's CPU has no BF16 or FP16 `avg_pool3d`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv3d(1, 4, 3), nn.AvgPool3d(2), nn.Flatten(), nn.Linear(4 * 27, 2))
+    autoprec.compile(model, policy="bf16", events=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(torch.randn(2, 1, 8, 8, 8)).square().mean().backward()
+        optimizer.step()
+    session = autoprec.session(model)
+    assert session.executed_formats()["0:conv3d#0"] == "bf16"
+    (why,) = [a.reason for a in session.plan.assignments if a.op == "1:avg_pool3d#0"]
+    assert "cannot run it: \"avg_pool3d_out_frame\" not implemented for 'BFloat16'" in why
+    device = session.measure_device()
+    (lacking,) = device.no_kernels
+    assert lacking.format == "bf16" and "avg_pool3d" in lacking.timing_key
+    write_device(tmp_path / "device.json", device)
+    assert read_device(tmp_path / "device.json") == device

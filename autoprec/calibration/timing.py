@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from autoprec.calibration.structure import TensorMeta, TimingCase, tensors_of
-from autoprec.devices import CastTiming, Device, OpTiming
+from autoprec.devices import CastTiming, Device, NoKernel, OpTiming
 from autoprec.graphs import OpClass, Role
 from autoprec.numerics.dtypes import dtype_of, native_formats
 from autoprec.numerics.gemm import conv, grouped_linear, linear, matmul
@@ -103,17 +103,21 @@ def time_ops(cases: Mapping[str, TimingCase], formats: Iterable[str], device: De
 
     The formats of one op are timed in turn, round by round, so that a drift of the machine's speed hits all of them.
     """
-    known = device.seconds_by_key
+    known, missing = device.seconds_by_key, device.no_kernel_by_key
     timings: list[OpTiming] = []
+    no_kernels: list[NoKernel] = []
     state = torch.get_rng_state()
     try:
         for key, case in cases.items():
             wanted = _candidates(case, formats)
+            wanted = tuple(fmt for fmt in wanted if (key, fmt) not in missing)
             if any((key, Role.OUTPUT.value, fmt) not in known for fmt in wanted):
-                timings += _time_case(key, case, wanted, device.type)
+                found, lacking = _time_case(key, case, wanted, device.type)
+                timings += found
+                no_kernels += lacking
     finally:
         torch.set_rng_state(state)
-    return device.extended(tuple(timings))
+    return device.extended(tuple(timings), tuple(no_kernels))
 
 
 def _candidates(case: TimingCase, formats: Iterable[str]) -> tuple[str, ...]:
@@ -123,15 +127,26 @@ def _candidates(case: TimingCase, formats: Iterable[str]) -> tuple[str, ...]:
     return ("fp32",) if case.op.pinned else tuple(dict.fromkeys(("fp32", *formats)))
 
 
-def _time_case(key: str, case: TimingCase, formats: Sequence[str], device_type: str) -> list[OpTiming]:
+def _time_case(
+    key: str, case: TimingCase, formats: Sequence[str], device_type: str
+) -> tuple[list[OpTiming], list[NoKernel]]:
     runs: dict[tuple[Role, str], Callable[[], object]] = {}
     private: dict[tuple[Role, str], int] = {}
+    lacking: list[NoKernel] = []
     for fmt in formats:
-        found, private[(Role.OUTPUT, fmt)] = _role_runs(case, fmt, device_type)
+        try:
+            found, private[(Role.OUTPUT, fmt)] = _role_runs(case, fmt, device_type)
+            for run in found.values():
+                run()
+        except RuntimeError as error:  # NotImplementedError is one
+            if fmt == "fp32" or isinstance(error, torch.OutOfMemoryError):
+                raise
+            lacking.append(NoKernel(timing_key=key, format=fmt, reason=str(error).partition("\n")[0][:200]))
+            continue
         for role, run in found.items():
             runs[(role, fmt)] = run
     seconds = _rounds(runs, torch.device(device_type))
-    return [
+    timings = [
         OpTiming(
             timing_key=key,
             role=role.value,
@@ -141,6 +156,7 @@ def _time_case(key: str, case: TimingCase, formats: Sequence[str], device_type: 
         )
         for (role, fmt), taken in seconds.items()
     ]
+    return timings, lacking
 
 
 def _significant(seconds: float, fp32: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from autoprec.devices import Device
 from autoprec.errors import InfeasibleError
 from autoprec.formats import FORMATS, Format, format_named
 from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind
@@ -66,19 +67,24 @@ def reads_narrow(op: Op, tensor: str, graph: OpGraph) -> bool:
 
 
 def unit_options(
-    graph: OpGraph, roots: Roots, prices: Prices, policy: Policy, banned: frozenset[tuple[str, str]]
+    graph: OpGraph,
+    roots: Roots,
+    prices: Prices,
+    policy: Policy,
+    device: Device,
+    banned: frozenset[tuple[str, str]],
 ) -> list[Options]:
     """Options of every unit in forward order, roles of an op together, before ties between ops."""
     found: list[Options] = []
     for op in graph.ops:
         if decides(op, graph):
-            found.extend(_options_of(op, graph, prices, policy, banned))
+            found.extend(_options_of(op, graph, prices, policy, device, banned))
     _tie_in_place(graph, roots, found)
     return found
 
 
 def _options_of(
-    op: Op, graph: OpGraph, prices: Prices, policy: Policy, banned: frozenset[tuple[str, str]]
+    op: Op, graph: OpGraph, prices: Prices, policy: Policy, device: Device, banned: frozenset[tuple[str, str]]
 ) -> list[Options]:
     rule = policy.rule_for(op)
     rule_text = f"{rule}" + (f": {rule.why}" if rule.why else "") if rule is not None else ""
@@ -95,6 +101,9 @@ def _options_of(
                 if not rule.allows(name):
                     options.drop(name, f"rule ({rule_text})")
             options.gives_way = rule.optional and "fp32" in options.dropped
+        for name in list(options.formats):
+            if (why := device.no_kernel_by_key.get((op.timing_key, name))) is not None:
+                options.drop(name, f"{device.name} cannot run it: {why}")
         for name in list(options.formats):
             if (op.id, name) in banned:
                 options.drop(name, "it was unstable there while training")

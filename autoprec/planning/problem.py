@@ -101,7 +101,7 @@ class _Builder:
         self.moment = {op.id: i for i, op in enumerate(graph.ops)}
         self.checkpoint_end = {op.checkpoints[:k]: i for i, op in enumerate(graph.ops)
                                for k in range(1, len(op.checkpoints) + 1)}  # fmt: skip
-        options = unit_options(graph, self.roots, self.prices, policy, banned)
+        options = unit_options(graph, self.roots, self.prices, policy, device, banned)
         self.unit_of = {(o.op.id, o.role): i for i, o in enumerate(options)}
         self.units = tuple(self._unit(o) for o in options)
         self.members: dict[str, list[TensorSpec]] = {}

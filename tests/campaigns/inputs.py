@@ -106,6 +106,7 @@ DEVICE = {
         for fmt in ("fp32", "bf16")
     ],
     "casts": [{"source": "fp32", "target": "bf16", "seconds_per_element": 1e-10, "seconds_per_call": 1e-6}],
+    "no_kernels": [{"timing_key": "avg_pool3d", "format": "bf16", "reason": "not implemented"}],
 }
 HEADER = {
     "autoprec": "profile",

@@ -141,6 +141,7 @@ DEVICE = mapping(
             seconds_per_call=AMOUNT,
         )
     ),
+    no_kernels=items(mapping({"timing_key": TEXT, "format": one_of(FORMATS), "reason": TEXT})),
     source=one_of(["measured", "modelled"]),
 )
 
@@ -276,6 +277,8 @@ def _device(tree: Any) -> Iterator[Path]:
     timings = [[_value(t, k) for k in ("timing_key", "role", "format")] for t in _list(tree, "timings")]
     yield from _twice(timings, "timings")
     yield from _twice([[_value(c, "source"), _value(c, "target")] for c in _list(tree, "casts")], "casts")
+    lacking = [[_value(k, "timing_key"), _value(k, "format")] for k in _list(tree, "no_kernels")]
+    yield from _twice(lacking, "no_kernels")
 
 
 def _header(tree: Any) -> Iterator[Path]:
