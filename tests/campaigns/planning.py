@@ -1,0 +1,111 @@
+"""Every op that torch tests, through calibration, timing, planning and planned steps.
+
+`python -m tests.campaigns.planning [NAME ...]` runs the first FP32 sample of each op of torch's own `op_db` for four
+steps under a policy that takes BF16, and one that takes FP16, wherever the op can, and ends with exit code 1 if a law
+is broken: nothing is raised that the op does not raise, the observed steps are bitwise the op, and no dtype changes at
+the boundary. What is planned narrow is counted; what it computes is the matter of `tests.campaigns.ops`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+
+import autoprec
+from tests.campaigns.ops import UNINITIALISED, OpModule, outcome, same, samples_of
+
+
+def policy(fmt: str) -> autoprec.Policy:
+    """The format wherever an op can take it, whatever the noise."""
+    return autoprec.Policy(
+        name=fmt,
+        formats=["fp32", fmt],
+        rules=[autoprec.Rule(pin=fmt, optional=True)],
+        noise={"gradient": 1e3, "loss": 1e3},
+        calibration={"steps": 2},
+    )
+
+
+@dataclass
+class Tally:
+    """What was counted."""
+
+    ops: int = 0
+    narrow: int = 0
+    not_captured: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+
+def check(name: str, module: OpModule, fmt: str, tally: Tally) -> None:
+    """Two observed steps and two planned ones."""
+    try:
+        expected, again = outcome(module, module), outcome(module, module)
+    except Exception:  # the op itself raises
+        return
+    if same(expected, again) or not any(p.grad is not None for p in module.parameters()):
+        return
+    torch._dynamo.reset()
+    autoprec.compile(module, policy=policy(fmt), events=None)
+    session = autoprec.session(module)
+    tally.ops += 1
+    try:
+        for step in range(4):
+            found = outcome(module, module)
+            difference = same(expected, found)
+            if step < 2 and difference:
+                tally.broken.append(f"{name}: {fmt}: observed: {difference}")
+            if [getattr(x, "dtype", None) for x in expected] != [getattr(x, "dtype", None) for x in found]:
+                tally.broken.append(f"{name}: {fmt}: a dtype changed at the boundary")
+            session.step()
+    except autoprec.NotCapturedError:
+        tally.not_captured.append(name)
+    except Exception as error:
+        tally.broken.append(f"{name}: {fmt} raises {type(error).__name__}: {str(error).splitlines()[0][:120]}")
+    plan = session.plan
+    tally.narrow += plan is not None and any(a.format == fmt for a in plan.assignments)
+    autoprec.unwrap(module)
+
+
+def campaign(names: Sequence[str], *, every: int = 1) -> Tally:
+    """Every so many ops, or those with the given names."""
+    tally = Tally()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for op in op_db[::every]:
+            name = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
+            if torch.float32 not in op.dtypes or op.name in UNINITIALISED or (names and name not in names):
+                continue
+            for sample in samples_of(op, 1):
+                module: Any = OpModule(op.op, sample)
+                if any(p.requires_grad for p in module.parameters()):
+                    for fmt in ("bf16", "fp16"):
+                        check(name, module, fmt, tally)
+    return tally
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*")
+    torch.set_num_threads(1)
+    begin = time.perf_counter()
+    tally = campaign(parser.parse_args().names)
+    print(
+        f"{tally.ops} runs, {tally.narrow} planned narrow, {len(tally.not_captured)} refused as not captured,"
+        f" {len(tally.broken)} broken"
+    )
+    for line in tally.broken:
+        print(f"RED {line}")
+    print(f"{time.perf_counter() - begin:.0f} s")
+    return 1 if tally.broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
