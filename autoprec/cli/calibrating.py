@@ -19,12 +19,15 @@ def device_path(profile: Path) -> Path:
 
 def write_calibration(target: str, out: Path, policy: str, device_out: Path | None, *, as_json: bool) -> int:
     """Calibrate TARGET; write the profile with its graph, and the timings of its ops beside it."""
+    from autoprec.errors import DeviceError, ProfileError
     from autoprec.formats import COMPUTE_FORMATS
-    from autoprec.serial import load_policy, write_device, write_profile
+    from autoprec.serial import check_writable, load_policy, write_device, write_profile
 
     # Timed in every format, so that any policy can plan from these files.
     chosen = load_policy(policy).replaced(formats=COMPUTE_FORMATS)
     device_out = device_out or device_path(out)
+    check_writable(out, ProfileError)
+    check_writable(device_out, DeviceError)
     session = _observed(target, chosen)
     write_profile(out, session.profile, session.graph)
     write_device(device_out, session.device)

@@ -9,13 +9,13 @@ from rich.text import Text
 
 from autoprec.cli.calibrating import device_path
 from autoprec.cli.output import show
-from autoprec.errors import DeviceError
+from autoprec.errors import DeviceError, PlanError
 from autoprec.graphs import OpGraph
 from autoprec.planning.planner import make_plan
 from autoprec.planning.problem import optimizer_bytes
 from autoprec.policies import Policy
 from autoprec.reporting.plans import matching, op_table, ops_table, plan_data, summary, totals_table
-from autoprec.serial import load_policy, read_device, read_plan, read_profile, write_plan
+from autoprec.serial import check_writable, load_policy, read_device, read_plan, read_profile, write_plan
 
 __all__ = ["show_plan", "write_offline_plan"]
 
@@ -24,6 +24,7 @@ def write_offline_plan(
     profile: Path, policy: str, budget: str | None, device: Path | None, out: Path, *, as_json: bool
 ) -> int:
     """Plan from a profile and timings, and write the plan."""
+    check_writable(out, PlanError)
     chosen = load_policy(policy)
     if budget is not None:
         chosen = chosen.replaced(budget=budget)

@@ -1,5 +1,6 @@
 """Strict reading and atomic writing of policies, plans, devices, profiles and events."""
 
+from autoprec.serial.files import check_writable
 from autoprec.serial.profiles import read_profile, write_profile
 from autoprec.serial.values import (
     event_from_json_line,
@@ -14,6 +15,7 @@ from autoprec.serial.values import (
 )
 
 __all__ = [
+    "check_writable",
     "event_from_json_line",
     "event_to_json_line",
     "load_policy",

@@ -10,7 +10,7 @@ from pathlib import Path
 from autoprec.errors import InputError
 from autoprec.serial.trees import Node, Source, parse_json, parse_yaml
 
-__all__ = ["read_bytes", "read_tree", "write_atomic"]
+__all__ = ["check_writable", "read_bytes", "read_tree", "write_atomic"]
 
 PathLike = str | os.PathLike[str]
 
@@ -49,6 +49,17 @@ def read_tree(source: Source, limit: int) -> Node:
             before.count(b"\n") + 1, column, f"the byte 0x{data[error.start]:02x} is not UTF-8; save the file as UTF-8"
         ) from error
     return (parse_json if source.path.lower().endswith(".json") else parse_yaml)(text, source)
+
+
+def check_writable(path: PathLike, error: type[InputError]) -> None:
+    """Raise `error` where nothing can be written, before the work whose result is to be written there."""
+    folder = os.path.dirname(os.path.realpath(path))
+    if not os.path.isdir(folder):
+        raise error(f"{path}: its directory does not exist; create it first")
+    if os.path.isdir(path):
+        raise error(f"{path}: is a directory; name a file in it")
+    if not os.access(folder, os.W_OK):
+        raise error(f"{path}: cannot be written: its directory is read-only")
 
 
 def write_atomic(path: PathLike, data: bytes, error: type[InputError]) -> None:
