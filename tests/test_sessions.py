@@ -308,7 +308,7 @@ def test_bytes_that_ops_keep_privately_are_measured_in_each_format() -> None:
             assert found[op.timing_key, "fp32"] == op.private_saved_bytes, op.id
     dropout, norm = session.graph.op_by_id["2:dropout#0"], session.graph.op_by_id["1:batch_norm#0"]
     assert dropout.private_saved_bytes == 64 * 32 * 4 and norm.private_saved_bytes == 2 * 32 * 4
-    assert found[dropout.timing_key, "bf16"] == found[dropout.timing_key, "fp16"] == 64 * 32 * 2
+    assert found[dropout.timing_key, "bf16"] == found[dropout.timing_key, "fp16"] == 64 * 32 // 8
     assert found[norm.timing_key, "bf16"] == 2 * 32 * 4
 
 
@@ -354,4 +354,4 @@ def test_a_cast_back_ends_a_promise() -> None:
     executed = session.executed_formats()
     assert executed["1:mul#0"] == "fp32" and executed["1:mul#1"] == "bf16"
     assert session.graph is not None
-    assert [op.id for op in session.graph.ops if op.pinned] == ["1:add#0", "1:mul#0"]
+    assert [op.id for op in session.graph.ops if op.pinned] == ["1:pow#0", "1:add#0", "1:mul#0"]
