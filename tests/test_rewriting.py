@@ -407,3 +407,13 @@ def test_a_plan_of_another_model_is_refused() -> None:
     model(torch.randn(2, 8)).sum().backward()
     with pytest.raises(autoprec.PlanError, match="elsewhere:linear#0"):
         optimizer.step()
+
+
+def test_a_second_derivative_through_a_packed_input_is_refused() -> None:
+    """torch's `once_differentiable` would stay silent here: the arriving gradient is a constant."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    x = torch.randn(4, 8, requires_grad=True)
+    compiled(model, plan_of({"2:linear#0": "fp32"}, storages=("1:tanh#0",)))
+    y = model(x).sum()
+    with pytest.raises(autoprec.UnsupportedError, match="create_graph=True goes through a layer that keeps its input"):
+        torch.autograd.grad(y, x, create_graph=True)
