@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -532,11 +532,11 @@ def campaign(count: int, seed: int = 20261121) -> Tally:
     return tally
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=COUNT)
     parser.add_argument("--seed", type=int, default=20261121)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     begin = time.perf_counter()
     tally = campaign(arguments.count, arguments.seed)
     for kind in sorted(tally.made):

@@ -155,11 +155,11 @@ def campaign(names: Sequence[str], count: int, *, every: int = 1) -> Tally:
     return tally
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*")
     parser.add_argument("--samples", type=int, default=1, help="samples per module and mode, 0 for all")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     begin = time.perf_counter()
     tally = campaign(arguments.names, arguments.samples)

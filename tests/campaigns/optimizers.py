@@ -223,10 +223,10 @@ def campaign(names: Sequence[str], count: int = 0) -> Tally:
     return tally
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     begin = time.perf_counter()
     tally = campaign(arguments.names)

@@ -91,12 +91,12 @@ def campaign(names: Sequence[str], *, every: int = 1) -> Tally:
     return tally
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*")
     torch.set_num_threads(1)
     begin = time.perf_counter()
-    tally = campaign(parser.parse_args().names)
+    tally = campaign(parser.parse_args(argv).names)
     print(
         f"{tally.ops} runs, {tally.narrow} planned narrow, {len(tally.not_captured)} refused as not captured,"
         f" {len(tally.broken)} broken"
