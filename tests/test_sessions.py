@@ -174,7 +174,8 @@ def test_the_window_promotes_before_the_overflow() -> None:
 def test_a_plan_from_a_file_is_watched_too() -> None:
     """There is no profile to plan from again: what leaves its format runs in FP32, and the event says so."""
     ops = ["0:linear#0", "1:relu#0", "2:linear#0", "3:relu#0", "4:linear#0"]
-    from autoprec.plans import Assignment, Plan
+    from autoprec.planning.problem import build_problem
+from autoprec.plans import Assignment, Plan
 
     plan = Plan(
         assignments=tuple(Assignment(op=o, role=autoprec.Role.OUTPUT, format="fp16", reason="test") for o in ops)
@@ -309,6 +310,9 @@ def test_bytes_that_ops_keep_privately_are_measured_in_each_format() -> None:
     dropout, norm = session.graph.op_by_id["2:dropout#0"], session.graph.op_by_id["1:batch_norm#0"]
     assert dropout.private_saved_bytes == 64 * 32 * 4 and norm.private_saved_bytes == 2 * 32 * 4
     assert found[dropout.timing_key, "bf16"] == found[dropout.timing_key, "fp16"] == 64 * 32 // 8
+    problem = build_problem(session.graph, session.profile, session.device, policy)
+    (unit,) = [u for u in problem.units if u.op == dropout.id]
+    assert dict(zip(unit.options, unit.kept, strict=True)) == {"fp32": 64 * 32 * 4, "bf16": 256, "fp16": 256}
     assert found[norm.timing_key, "bf16"] == 2 * 32 * 4
 
 

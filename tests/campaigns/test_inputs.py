@@ -1,5 +1,4 @@
-"""A part of the mutations, the laws' own tests, and the same mutations drawn by hypothesis; `python -m
-tests.campaigns.inputs` makes all 20,000."""
+"""Twenty thousand mutations, the laws' own tests, and the same mutations drawn by hypothesis."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ KINDS = ("policy", "plan", "device", "profile")
 
 
 def test_mutations(capsys: pytest.CaptureFixture[str]) -> None:
-    tally = inputs.campaign(4000)
+    tally = inputs.campaign(inputs.COUNT)
     with capsys.disabled():
         print(f"\n  {dict(tally.made)}, refused {dict(tally.refused)}", end="")
     assert tally.broken == []
