@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autoprec
+from autoprec.planning.problem import build_problem
 from autoprec.serial import read_plan, write_plan
 from tests.models import CASES, ConvNet, Transformer, class_loss, language_loss
 
@@ -174,8 +175,7 @@ def test_the_window_promotes_before_the_overflow() -> None:
 def test_a_plan_from_a_file_is_watched_too() -> None:
     """There is no profile to plan from again: what leaves its format runs in FP32, and the event says so."""
     ops = ["0:linear#0", "1:relu#0", "2:linear#0", "3:relu#0", "4:linear#0"]
-    from autoprec.planning.problem import build_problem
-from autoprec.plans import Assignment, Plan
+    from autoprec.plans import Assignment, Plan
 
     plan = Plan(
         assignments=tuple(Assignment(op=o, role=autoprec.Role.OUTPUT, format="fp16", reason="test") for o in ops)
