@@ -206,15 +206,18 @@ class OpGraph:
         return {t: tuple(ops) for t, ops in found.items()}
 
     def extended(self, other: OpGraph) -> OpGraph:
-        """With the ops and tensors of another step's graph that this one lacks, each op after the one that ran before
-        it there. What both have stays as it is here."""
+        """With the ops and tensors of another step's graph that this one lacks. Each op comes after the one that ran
+        before it there, and after those that make what it reads. What both have stays as it is here."""
         order = list(self.ops)
         here = {op.id: op for op in self.ops}
-        after: Op | None = None
+        makers = {t: op for op in self.ops for t in op.outputs}
+        before: Op | None = None
         for op in other.ops:
             if op.id not in here:
-                order.insert(0 if after is None else order.index(after) + 1, op)
-            after = here.get(op.id, op)
+                earlier = [makers[t] for t in op.inputs if t in makers] + ([] if before is None else [before])
+                order.insert(max((order.index(e) for e in earlier), default=-1) + 1, op)
+                makers |= dict.fromkeys(op.outputs, op)
+            before = here.get(op.id, op)
         if len(order) == len(self.ops):
             return self
         new = tuple(t for t in other.tensors if t.id not in self.tensor_by_id)

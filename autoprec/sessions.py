@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autoprec.devices import Device
-from autoprec.errors import AutoprecError, InputError, NonFiniteError, NotCapturedError
+from autoprec.errors import InputError, NonFiniteError, NotCapturedError
 from autoprec.events import EventLog
 from autoprec.execution import dispatch
 from autoprec.execution.attribution import investigate
@@ -326,7 +326,7 @@ class Session:
         """An error is raised once; a loop that goes on does so in FP32, with the guard."""
         try:
             self.make_plan()
-        except AutoprecError as error:
+        except Exception as error:
             self._adopt(Plan(assignments=(), binding=f"no plan: {error}", policy=self.policy.name))
             self._event("warning", trigger="no_plan", evidence=f"{error}; everything stays in fp32")
             raise

@@ -296,3 +296,34 @@ def test_torch_compile_of_a_compiled_model_is_noticed() -> None:
     outer(torch.randn(8, 4)).square().mean().backward()
     with pytest.raises(autoprec.NotCapturedError, match="through a torch.compile of your own"):
         optimizer.step()
+
+
+def test_a_refusal_leaves_what_was_captured() -> None:
+    model = autoprec.compile(nn.Linear(4, 2), policy="observe", events=None)
+    model(torch.randn(3, 4))
+    session = autoprec.session(model)
+    (binding,) = session.bindings
+    for _ in range(3):
+        with pytest.raises(autoprec.InputError, match="autocast"), torch.autocast("cpu"):
+            model(torch.randn(3, 4))
+    model(torch.randn(3, 4))
+    assert list(session.bindings) == [binding]
+
+
+def test_any_error_while_planning_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("no timings today")
+
+    monkeypatch.setattr("autoprec.scheduling.time_ops", broken)
+    model = autoprec.compile(nn.Linear(4, 2), policy="bf16", events=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    raised = 0
+    for _ in range(12):
+        model(torch.randn(3, 4)).sum().backward()
+        try:
+            optimizer.step()
+        except ValueError:
+            raised += 1
+    session = autoprec.session(model)
+    assert raised == 1 and session.plan.is_identity
+    assert [e.trigger for e in session.events] == ["no_plan"]

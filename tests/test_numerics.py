@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from autoprec.calibration.rows import row_weights
+from autoprec.errors import UnsupportedError
 from autoprec.formats import FORMATS
-from autoprec.numerics.casts import saturating_cast
+from autoprec.numerics.casts import enter_region, leave_region, saturating_cast
 from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.gemm import ConvOptions, GemmSpec, conv, linear, matmul, relu_keeping_bits
 from autoprec.numerics.histograms import sample
@@ -179,3 +180,30 @@ def test_row_weights_are_what_a_unit_error_does_to_the_weight_gradient(
         assert float(for_x[i]) == pytest.approx(float(weight_gradient(unit(x, i), g).square().sum()), rel=1e-9)
     for i in range(0, g.numel(), 7):
         assert float(for_g[i]) == pytest.approx(float(weight_gradient(x, unit(g, i)).square().sum()), rel=1e-9)
+
+
+def test_a_second_derivative_through_a_gradient_scale_is_refused() -> None:
+    """It would reach the values inside by ways that do not carry the scale, and vanish in the division."""
+    for scale_log2 in (0, 8):
+        x = torch.randn(4, 8, requires_grad=True)
+        y = leave_region(torch.tanh(enter_region(x, torch.float16, scale_log2)), torch.float32, scale_log2)
+        if scale_log2:
+            with pytest.raises(UnsupportedError, match="an FP16 region with a gradient scale"):
+                torch.autograd.grad(y.sum(), x, create_graph=True)
+            continue
+        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        g.square().sum().backward()
+        z = x.detach().clone().requires_grad_()
+        (1 - torch.tanh(z).square()).square().sum().backward()
+        torch.testing.assert_close(x.grad, z.grad, rtol=0.02, atol=0.02)
+
+
+def test_gradients_may_be_vectorised() -> None:
+    spec = GemmSpec(output=torch.bfloat16, grad_input=torch.bfloat16, grad_weight=torch.bfloat16, native=())
+    x, w = torch.randn(3, 4, 8).bfloat16().requires_grad_(), torch.randn(5, 8, requires_grad=True)
+    y = linear(x, w, None, None, spec)
+    directions = torch.randn(2, *y.shape).bfloat16()
+    (together,) = torch.autograd.grad(y, w, directions, retain_graph=True, is_grads_batched=True)
+    for i, direction in enumerate(directions):
+        (one,) = torch.autograd.grad(y, w, direction, retain_graph=True)
+        torch.testing.assert_close(together[i], one)

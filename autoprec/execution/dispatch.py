@@ -84,6 +84,7 @@ def _backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[
     template = Template.capture(module, example_inputs)
 
     def run(*arguments: Any) -> Any:
+        _running.ran = True
         for position in template.parameter_positions:
             owner = owner_of(arguments[position])
             if owner is not None:
@@ -113,6 +114,7 @@ def install(model: nn.Module, owner: Owner) -> None:
             return model._call_impl(*args, **kwargs)
         before = getattr(_running, "owner", None)
         _running.owner = weak_owner()
+        _running.ran = False
         if _running.owner is not None:
             _running.owner.enter()
         try:
@@ -122,7 +124,8 @@ def install(model: nn.Module, owner: Owner) -> None:
             with torch._dynamo.config.patch(allow_rnn=True, recompile_limit=RECOMPILE_LIMIT, suppress_errors=True):
                 return compiled(*args, **kwargs)
         except Exception:
-            compiled = _compiled(model)  # Dynamo never looks again at code that failed while it was captured
+            if not _running.ran:  # Dynamo never looks again at code that failed while it was captured
+                compiled = _compiled(model)
             raise
         finally:
             _running.owner = before

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoprec.numerics.double_backward import refuse_double_backward
+
 __all__ = ["cast", "enter_region", "leave_region", "saturating_cast"]
 
 
@@ -35,6 +37,7 @@ class _EnterRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse(ctx.scale_log2)
         return grads[0].float().mul(2.0**-ctx.scale_log2).to(ctx.source), None, None
 
 
@@ -48,7 +51,14 @@ class _LeaveRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse(ctx.scale_log2)
         return grads[0].float().mul(2.0**ctx.scale_log2).to(ctx.source), None, None
+
+
+def _refuse(scale_log2: int) -> None:
+    """A second derivative reaches the region's own values by ways that do not carry the scale."""
+    if scale_log2:
+        refuse_double_backward("an FP16 region with a gradient scale")
 
 
 def enter_region(x: Tensor, dtype: torch.dtype, scale_log2: int) -> Tensor:

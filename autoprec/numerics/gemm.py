@@ -80,7 +80,7 @@ def keep(x: Tensor) -> Packed | None:
 
 def rows_of(x: Tensor) -> Tensor:
     """All leading dimensions as one: (…, n) → (rows, n), also where n or the number of rows is 0."""
-    return x.flatten(0, -2) if x.dim() > 1 else x[None]
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _saved_input(ctx: Any, first: Tensor, second: Tensor | None, dtype: torch.dtype) -> Tensor:
