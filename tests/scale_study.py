@@ -21,7 +21,7 @@ from autoprec.serial import load_policy, read_profile, write_plan, write_profile
 from tests.models import Transformer, language_loss
 
 WIDTH = 32
-LAYERS = (6, 12, 24, 48)
+LAYERS = (6, 12, 24, 48, 72)
 
 
 @dataclass(frozen=True)
