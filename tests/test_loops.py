@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import autoprec
-from autoprec.plans import Assignment, Plan
+from autoprec import scheduling
+from autoprec.plans import Assignment, Plan, Region
 from autoprec.policies import Policy
 from autoprec.serial import load_policy, write_plan
 
@@ -327,3 +328,12 @@ def test_any_error_while_planning_is_raised_once(monkeypatch: pytest.MonkeyPatch
     session = autoprec.session(model)
     assert raised == 1 and session.plan.is_identity
     assert [e.trigger for e in session.events] == ["no_plan"]
+
+
+def test_a_region_that_loses_all_its_ops_is_no_region() -> None:
+    plan = Plan(
+        assignments=(Assignment(op="0:linear#0", role=autoprec.Role.OUTPUT, format="fp16", reason="test"),),
+        regions=(Region(ops=("0:linear#0",), scale_log2=3, reason="test"),),
+    )
+    left = scheduling._without(plan, {("0:linear#0", "fp16")})
+    assert left.regions == () and left.format_of["0:linear#0", autoprec.Role.OUTPUT] == "fp32"
