@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from autoprec.errors import InputError, NonFiniteError, NotCapturedError
 from autoprec.events import EventLog
 from autoprec.execution import dispatch
 from autoprec.execution.attribution import investigate
-from autoprec.execution.replay import CallRecord, in_backward, record_call
+from autoprec.execution.replay import CallRecord, in_backward, keep_gradient, record_call
 from autoprec.execution.slots import Slot
 from autoprec.execution.stepping import StepGuard
 from autoprec.graphs import OpGraph
@@ -80,11 +80,9 @@ class Session:
         self.skipped_steps = 0
         self.step_was_skipped = False
         self._names: dict[int, list[str]] = {}
-        self._parameters: dict[str, nn.Parameter] = {}
+        self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         for fqn, p in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(p), []).append(fqn)
-        for fqn, p in model.named_parameters():
-            self._parameters[fqn] = p
         if not self._parameters:
             raise InputError(f"{type(model).__name__} has no parameters: there is nothing to schedule")
         refuse_half(self._parameters)
@@ -213,7 +211,7 @@ class Session:
         record = record_call(slot.binding, arguments)
         self._calls.append(record)
         outputs = self._observed.run(slot, arguments)
-        keeper = partial(_keep_gradient, record, self._guard.covered, slot.binding.parameters)
+        keeper = partial(keep_gradient, record, self._guard.covered, slot.binding.parameters)
         for i, y in enumerate(outputs if isinstance(outputs, (tuple, list)) else (outputs,)):
             if isinstance(y, Tensor) and y.requires_grad and not y.is_leaf:
                 y.register_hook(partial(keeper, i))
@@ -326,7 +324,7 @@ class Session:
         """An error is raised once; a loop that goes on does so in FP32, with the guard."""
         try:
             self.make_plan()
-        except Exception as error:
+        except Exception as error:  # raised again, whatever it is: without a plan it would come at every step
             self._adopt(Plan(assignments=(), binding=f"no plan: {error}", policy=self.policy.name))
             self._event("warning", trigger="no_plan", evidence=f"{error}; everything stays in fp32")
             raise
@@ -419,8 +417,7 @@ class Session:
 
     def _calibration_step(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]) -> bool:
         """One observed forward and backward pass; False if nothing of it was observed."""
-        for p in self._parameters.values():
-            p.grad = None
+        self.model.zero_grad()
         loss = loss_fn(self.model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -451,9 +448,3 @@ class Session:
         self._slots.clear()
         self._calls.clear()
         self._event("unwrapped")
-
-
-def _keep_gradient(record: CallRecord, covered: set[str], parameters: Mapping[Any, str], index: int, g: Tensor) -> None:
-    """A gradient enters an output of a captured graph, in the first backward pass through it or in a later one."""
-    record.output_gradients[index] = g
-    covered.update(parameters.values())

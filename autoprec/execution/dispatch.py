@@ -123,7 +123,7 @@ def install(model: nn.Module, owner: Owner) -> None:
             # eager; the coverage law notices the parameters in it.
             with torch._dynamo.config.patch(allow_rnn=True, recompile_limit=RECOMPILE_LIMIT, suppress_errors=True):
                 return compiled(*args, **kwargs)
-        except Exception:
+        except Exception:  # whatever the user's code raised goes on to the user
             if not _running.ran:  # Dynamo never looks again at code that failed while it was captured
                 compiled = _compiled(model)
             raise

@@ -18,7 +18,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autoprec.tracing.bindings import Binding, OpNode
 from autoprec.tracing.checkpoints import GraphInterpreter
 
-__all__ = ["CallRecord", "Offence", "first_offence", "in_backward", "record_call", "shadow", "shadow_arguments"]
+__all__ = [
+    "CallRecord",
+    "Offence",
+    "first_offence",
+    "in_backward",
+    "keep_gradient",
+    "record_call",
+    "shadow",
+    "shadow_arguments",
+]
 
 #: Kinds whose job is to write non-finite values.
 _MASKING = {"masked_fill", "where", "full", "full_like", "new_full", "tril", "triu", "fill", "setitem", "log"}
@@ -48,6 +57,12 @@ class Offence:
     elements: int
     inputs_finite: bool
     amax: float
+
+
+def keep_gradient(record: CallRecord, covered: set[str], parameters: Mapping[Any, str], index: int, g: Tensor) -> None:
+    """A gradient enters an output of a captured graph, in the first backward pass through it or in a later one."""
+    record.output_gradients[index] = g
+    covered.update(parameters.values())
 
 
 def in_backward() -> bool:
