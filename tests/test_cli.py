@@ -328,12 +328,6 @@ def test_explain_names_the_nearest_op(plan: Path, run: Run) -> None:
     assert code == 2 and out == "" and "'dwn'" in err and "'down'" in err
 
 
-def test_explain_refuses_other_files(calibrated: Path, run: Run) -> None:
-    for path in ("missing.yaml", calibrated, calibrated / "net.safetensors.device.json", calibrated / "targets.py"):
-        code, out, err = run("explain", path)
-        assert code == 2 and out == "" and str(path) in err
-
-
 # Bad targets --------------------------------------------------------------------------------------------------------
 
 
