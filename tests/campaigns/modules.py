@@ -9,11 +9,8 @@ The module itself is compiled and its inputs are inputs; one without parameters 
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import sys
-import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +23,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import autoprec
 from autoprec.plans import Plan
-from tests.campaigns.ops import DTYPES, OpModule, Tally, narrow, outcome, planned, same
+from tests.campaigns import report
+from tests.campaigns.ops import DTYPES, OpModule, SampleTally, narrow, outcome, planned, same
+from tests.campaigns.report import quietly
 
 
 class Sample(nn.Module):
@@ -70,20 +69,20 @@ def sample_of(info: Any, made: Any, *, training: bool) -> Sample:
     )
 
 
-def check(name: str, sample: Sample, tally: Tally) -> None:
+def check(name: str, sample: Sample, tally: SampleTally) -> None:
     """One sample under three plans."""
     tally.samples += 1
     if not list(sample.module.parameters()):
-        tally.eager["no float32 tensor of its own"] += 1
+        tally.left_out["no float32 tensor of its own"] += 1
         return
     try:
         expected, again = outcome(sample, sample), outcome(sample, sample)
     except Exception as error:
-        tally.eager[f"the module itself raises {type(error).__name__}"] += 1
+        tally.left_out[f"the module itself raises {type(error).__name__}"] += 1
         tally.reasons.setdefault(name, str(error).splitlines()[0][:120])
         return
     if same(expected, again):
-        tally.eager["not reproducible in eager mode"] += 1
+        tally.left_out["not reproducible in eager mode"] += 1
         tally.reasons.setdefault(name, "not reproducible in eager mode")
         return
     torch._dynamo.reset()
@@ -95,7 +94,7 @@ def check(name: str, sample: Sample, tally: Tally) -> None:
         autoprec.unwrap(sample.module)
 
 
-def _laws(name: str, sample: Sample, expected: list[Tensor | None], tally: Tally) -> None:
+def _laws(name: str, sample: Sample, expected: list[Tensor | None], tally: SampleTally) -> None:
     session, reason = autoprec.session(sample.module), ""
     for stepped in (False, True):
         try:
@@ -113,7 +112,7 @@ def _laws(name: str, sample: Sample, expected: list[Tensor | None], tally: Tally
         try:
             session.step()  # modules that a graph break left eager are captured on their own from here on
         except autoprec.NotCapturedError:
-            tally.eager[f"the step says that it was not captured: {reason}"] += 1
+            tally.left_out[f"the step says that it was not captured: {reason}"] += 1
             tally.reasons.setdefault(name.partition("[")[0], reason)
             return
     if not captured:
@@ -121,7 +120,7 @@ def _laws(name: str, sample: Sample, expected: list[Tensor | None], tally: Tally
         return
     tally.captured += 1
     if not any(planned(o) for o in captured):
-        tally.eager["captured, nothing to plan"] += 1
+        tally.left_out["captured, nothing to plan"] += 1
     else:
         for fmt in DTYPES:
             narrow(name, sample, session, captured, fmt, expected, tally)
@@ -139,39 +138,19 @@ def samples_of(info: Any, count: int) -> Iterator[tuple[str, Callable[[], Sample
             yield name, lambda m=m, training=training: sample_of(info, m, training=training)  # type: ignore[misc]
 
 
-def campaign(names: Sequence[str], count: int, *, every: int = 1) -> Tally:
-    """The first `count` samples of every so many modules, or of those with the given names."""
-    tally, shown = Tally(), 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+def campaign(names: Sequence[str], count: int, *, every: int = 1) -> SampleTally:
+    """The first `count` samples (0 for all) of every so many modules, or of those with the given names."""
+    tally = SampleTally()
+    with quietly():
         for info in module_db[::every]:
-            if names and info.name not in names:
-                continue
-            for name, build in samples_of(info, count):
-                check(name, build(), tally)
-            while shown < len(tally.broken):
-                print(f"RED {tally.broken[shown]}", file=sys.stderr, flush=True)
-                shown += 1
+            if not names or info.name in names:
+                for name, build in samples_of(info, count):
+                    check(name, build(), tally)
     return tally
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--samples", type=int, default=1, help="samples per module and mode, 0 for all")
-    arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    begin = time.perf_counter()
-    tally = campaign(arguments.names, arguments.samples)
-    print(f"{tally.samples} samples, {tally.captured} captured, {tally.narrow} narrow runs, {len(tally.broken)} broken")
-    for reason, n in tally.eager.most_common():
-        print(f"  {n:5} eager: {reason}")
-    for name, reason in tally.reasons.items():
-        print(f"  eager {name}: {reason}")
-    for line in tally.broken:
-        print(f"RED {line}")
-    print(f"{time.perf_counter() - begin:.0f} s")
-    return 1 if tally.broken else 0
+    return report.main(__doc__, campaign, argv, samples=True)
 
 
 if __name__ == "__main__":

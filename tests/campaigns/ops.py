@@ -14,13 +14,9 @@ A sample whose tensors can all be parameters becomes a module; what Dynamo does 
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
-import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -35,6 +31,8 @@ from autoprec.numerics.dtypes import format_of, native_formats
 from autoprec.plans import Assignment, Plan
 from autoprec.tracing.bindings import OpNode
 from autoprec.tracing.kinds import CONVS
+from tests.campaigns import report
+from tests.campaigns.report import Tally, quietly
 
 #: They return memory as they find it.
 UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
@@ -165,16 +163,19 @@ def roles(op: OpNode) -> Sequence[Role]:
 
 
 @dataclass
-class Tally:
-    """What was counted."""
+class SampleTally(Tally):
+    """Of samples of ops or modules."""
 
     samples: int = 0
     captured: int = 0
     narrow: int = 0
     other_order: int = 0
-    broken: list[str] = field(default_factory=list)
-    eager: Counter[str] = field(default_factory=Counter)
-    reasons: dict[str, str] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        return (
+            f"{self.samples} samples, {self.captured} captured, {self.narrow} narrow runs"
+            f" ({self.other_order} up to the order of sums)"
+        )
 
 
 def floats(result: Any) -> list[Tensor]:
@@ -235,20 +236,20 @@ def samples_of(op: Any, count: int) -> Iterator[Any]:
         yield sample
 
 
-def check(name: str, op: Any, sample: Any, tally: Tally) -> None:
+def check(name: str, op: Any, sample: Any, tally: SampleTally) -> None:
     """One sample under three plans."""
     tally.samples += 1
     module = OpModule(op, sample)
     if not list(module.parameters()):
-        tally.eager["no float32 tensor of its own"] += 1
+        tally.left_out["no float32 tensor of its own"] += 1
         return
     try:
         expected, again = outcome(module, module), outcome(module, module)
     except Exception as error:
-        tally.eager[f"the op itself raises {type(error).__name__}"] += 1
+        tally.left_out[f"the op itself raises {type(error).__name__}"] += 1
         return
     if same(expected, again):
-        tally.eager["not reproducible in eager mode"] += 1
+        tally.left_out["not reproducible in eager mode"] += 1
         return
     torch._dynamo.reset()
     autoprec.compile(module, plan=Plan(assignments=()), events=None)
@@ -261,7 +262,7 @@ def check(name: str, op: Any, sample: Any, tally: Tally) -> None:
         return
     ops = [o for b in session.bindings for o in b.ops]
     if not ops:
-        tally.eager["not captured"] += 1
+        tally.left_out["not captured"] += 1
         tally.reasons.setdefault(name, "Dynamo leaves no graph with a float32 op in it")
         autoprec.unwrap(module)
         return
@@ -271,7 +272,7 @@ def check(name: str, op: Any, sample: Any, tally: Tally) -> None:
             tally.broken.append(f"{name}: identity: {difference}")
         else:
             tally.captured -= 1
-            tally.eager["Dynamo captures other arithmetic"] += 1
+            tally.left_out["Dynamo captures other arithmetic"] += 1
             tally.reasons.setdefault(name, f"torch.compile(backend='eager') alone gives the same bits: {difference}")
     elif any(planned(o) for o in ops):
         for fmt in DTYPES:
@@ -290,7 +291,13 @@ def of_dynamo_alone(module: nn.Module) -> list[Tensor | None]:
 
 
 def narrow(
-    name: str, module: nn.Module, session: Any, ops: list[OpNode], fmt: str, wide: list[Tensor | None], tally: Tally
+    name: str,
+    module: nn.Module,
+    session: Any,
+    ops: list[OpNode],
+    fmt: str,
+    wide: list[Tensor | None],
+    tally: SampleTally,
 ) -> None:
     """All that can be planned in one format, against the casts by hand."""
     slots = list(session._slots.values())
@@ -311,7 +318,7 @@ def narrow(
         with mock.patch.object(type(slots[0]), "run", by_hand):
             expected = outcome(module, module)
     except NotImplementedError as error:  # torch has no kernel for it in this dtype
-        tally.eager[f"no {fmt} kernel"] += 1
+        tally.left_out[f"no {fmt} kernel"] += 1
         tally.reasons.setdefault(f"{name} in {fmt}", str(error).splitlines()[0][:80])
         return
     tally.narrow += 1
@@ -329,43 +336,26 @@ def narrow(
         tally.broken.append(f"{name}: {fmt}: a dtype changed at the boundary")
 
 
-def campaign(names: Sequence[str], count: int, *, every: int = 1) -> Tally:
-    """The first `count` samples of every so many ops, or of those with the given names."""
-    tally, shown = Tally(), 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for op in op_db[::every]:
-            name = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
-            if torch.float32 not in op.dtypes or op.name in UNINITIALISED or (names and name not in names):
-                continue
+def named_ops(names: Sequence[str], every: int = 1) -> Iterator[tuple[str, Any]]:
+    """Every so many ops with FP32 samples that mean something, or those with the given names."""
+    for op in op_db[::every]:
+        name = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
+        if torch.float32 in op.dtypes and op.name not in UNINITIALISED and (not names or name in names):
+            yield name, op
+
+
+def campaign(names: Sequence[str], count: int, *, every: int = 1) -> SampleTally:
+    """The first `count` samples (0 for all) of every so many ops, or of those with the given names."""
+    tally = SampleTally()
+    with quietly():
+        for name, op in named_ops(names, every):
             for sample in samples_of(op, count):
                 check(name, op.op, sample, tally)
-            while shown < len(tally.broken):
-                print(f"RED {tally.broken[shown]}", file=sys.stderr, flush=True)
-                shown += 1
     return tally
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--samples", type=int, default=1, help="samples per op, 0 for all")
-    arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    begin = time.perf_counter()
-    tally = campaign(arguments.names, arguments.samples)
-    print(
-        f"{tally.samples} samples, {tally.captured} captured, {tally.narrow} narrow runs"
-        f" ({tally.other_order} up to the order of sums), {len(tally.broken)} broken"
-    )
-    for reason, n in tally.eager.most_common():
-        print(f"  {n:5} eager: {reason}")
-    for name, reason in tally.reasons.items():
-        print(f"  eager {name}: {reason}")
-    for line in tally.broken:
-        print(f"RED {line}")
-    print(f"{time.perf_counter() - begin:.0f} s")
-    return 1 if tally.broken else 0
+    return report.main(__doc__, campaign, argv, samples=True)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,11 @@ What torch itself refuses is counted with its error.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
-import time
-import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -30,7 +27,9 @@ from torch.utils._pytree import tree_flatten
 
 import autoprec
 from autoprec.plans import Plan
+from tests.campaigns import report
 from tests.campaigns.ops import same
+from tests.campaigns.report import Tally, quietly
 
 STYLES = ("step", "closure", "GradScaler")
 
@@ -131,18 +130,22 @@ def differs(a: Any, b: Any) -> str:
 
 
 @dataclass
-class Tally:
-    """What was counted."""
+class LoopTally(Tally):
+    """Of training loops."""
 
     configurations: int = 0
     loops: int = 0
     good_steps: int = 0
     bad_steps: int = 0
-    broken: list[str] = field(default_factory=list)
-    skipped: Counter[str] = field(default_factory=Counter)
+
+    def summary(self) -> str:
+        return (
+            f"{self.configurations} configurations, {self.loops} loops, {self.good_steps} good steps,"
+            f" {self.bad_steps} bad steps"
+        )
 
 
-def check(configuration: Configuration, style: str, tally: Tally) -> None:
+def check(configuration: Configuration, style: str, tally: LoopTally) -> None:
     """One loop, plain over the good batches and compiled over all of them."""
     torch.manual_seed(0)
     model = Net(sparse=configuration.sparse)
@@ -151,10 +154,10 @@ def check(configuration: Configuration, style: str, tally: Tally) -> None:
     try:
         expected = [(plain.step(batch), plain.state()) for batch in GOOD]
     except Exception as error:
-        tally.skipped[f"torch raises {type(error).__name__}: {str(error).splitlines()[0][:100]}"] += 1
+        tally.left_out[f"torch raises {type(error).__name__}: {str(error).splitlines()[0][:100]}"] += 1
         return
     if not all(bool(t.isfinite().all()) for t in expected[-1][1][0]):
-        tally.skipped["the plain loop diverges"] += 1
+        tally.left_out["the plain loop diverges"] += 1
         return
     torch._dynamo.reset()
     autoprec.compile(compiled, plan=Plan(assignments=()), events=None)
@@ -167,7 +170,7 @@ def check(configuration: Configuration, style: str, tally: Tally) -> None:
         autoprec.unwrap(compiled)
 
 
-def problems(loop: Loop, expected: Sequence[Any], tally: Tally) -> Iterator[str]:
+def problems(loop: Loop, expected: Sequence[Any], tally: LoopTally) -> Iterator[str]:
     """Broken laws, one after the other."""
     session = autoprec.session(loop.model)
     before = loop.state()
@@ -203,43 +206,21 @@ def configurations(info: Any) -> Iterator[Configuration]:
         yield Configuration(info, f"{info.name} (sparse)", info.metadata_for_sparse[0], True)
 
 
-def campaign(names: Sequence[str], count: int = 0) -> Tally:
+def campaign(names: Sequence[str], count: int = 0) -> LoopTally:
     """The first `count` configurations of every optimizer (0 for all), or of those with the given names."""
-    tally, shown = Tally(), 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    tally = LoopTally()
+    with quietly():
         for info in optim_db:
-            if names and info.name not in names:
-                continue
-            for i, configuration in enumerate(configurations(info)):
-                if count and i == count:
-                    break
-                tally.configurations += 1
-                for style in STYLES:
-                    check(configuration, style, tally)
-            while shown < len(tally.broken):
-                print(f"RED {tally.broken[shown]}", file=sys.stderr, flush=True)
-                shown += 1
+            if not names or info.name in names:
+                for configuration in islice(configurations(info), count or None):
+                    tally.configurations += 1
+                    for style in STYLES:
+                        check(configuration, style, tally)
     return tally
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*")
-    arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    begin = time.perf_counter()
-    tally = campaign(arguments.names)
-    print(
-        f"{tally.configurations} configurations, {tally.loops} loops, {tally.good_steps} good steps,"
-        f" {tally.bad_steps} bad steps, {len(tally.broken)} broken"
-    )
-    for reason, n in tally.skipped.most_common():
-        print(f"  {n:5} skipped: {reason}")
-    for line in tally.broken:
-        print(f"RED {line}")
-    print(f"{time.perf_counter() - begin:.0f} s")
-    return 1 if tally.broken else 0
+    return report.main(__doc__, campaign, argv)
 
 
 if __name__ == "__main__":

@@ -8,19 +8,16 @@ the boundary. What is planned narrow is counted; what it computes is the matter 
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 
 import autoprec
-from tests.campaigns.ops import UNINITIALISED, OpModule, outcome, same, samples_of
+from tests.campaigns import report
+from tests.campaigns.ops import OpModule, named_ops, outcome, same, samples_of
+from tests.campaigns.report import Tally, quietly
 
 
 def policy(fmt: str) -> autoprec.Policy:
@@ -35,16 +32,17 @@ def policy(fmt: str) -> autoprec.Policy:
 
 
 @dataclass
-class Tally:
-    """What was counted."""
+class PlanTally(Tally):
+    """Of ops that were planned."""
 
     ops: int = 0
     narrow: int = 0
-    not_captured: list[str] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
+
+    def summary(self) -> str:
+        return f"{self.ops} runs, {self.narrow} planned narrow"
 
 
-def check(name: str, module: OpModule, fmt: str, tally: Tally) -> None:
+def check(name: str, module: OpModule, fmt: str, tally: PlanTally) -> None:
     """Two observed steps and two planned ones."""
     try:
         expected, again = outcome(module, module), outcome(module, module)
@@ -66,7 +64,7 @@ def check(name: str, module: OpModule, fmt: str, tally: Tally) -> None:
                 tally.broken.append(f"{name}: {fmt}: a dtype changed at the boundary")
             session.step()
     except autoprec.NotCapturedError:
-        tally.not_captured.append(name)
+        tally.left_out["refused as not captured"] += 1
     except Exception as error:
         tally.broken.append(f"{name}: {fmt} raises {type(error).__name__}: {str(error).splitlines()[0][:120]}")
     plan = session.plan
@@ -74,17 +72,13 @@ def check(name: str, module: OpModule, fmt: str, tally: Tally) -> None:
     autoprec.unwrap(module)
 
 
-def campaign(names: Sequence[str], *, every: int = 1) -> Tally:
-    """Every so many ops, or those with the given names."""
-    tally = Tally()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for op in op_db[::every]:
-            name = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
-            if torch.float32 not in op.dtypes or op.name in UNINITIALISED or (names and name not in names):
-                continue
+def campaign(names: Sequence[str], *, every: int = 1) -> PlanTally:
+    """The first sample of every so many ops, or of those with the given names."""
+    tally = PlanTally()
+    with quietly():
+        for name, op in named_ops(names, every):
             for sample in samples_of(op, 1):
-                module: Any = OpModule(op.op, sample)
+                module = OpModule(op.op, sample)
                 if any(p.requires_grad for p in module.parameters()):
                     for fmt in ("bf16", "fp16"):
                         check(name, module, fmt, tally)
@@ -92,19 +86,7 @@ def campaign(names: Sequence[str], *, every: int = 1) -> Tally:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*")
-    torch.set_num_threads(1)
-    begin = time.perf_counter()
-    tally = campaign(parser.parse_args(argv).names)
-    print(
-        f"{tally.ops} runs, {tally.narrow} planned narrow, {len(tally.not_captured)} refused as not captured,"
-        f" {len(tally.broken)} broken"
-    )
-    for line in tally.broken:
-        print(f"RED {line}")
-    print(f"{time.perf_counter() - begin:.0f} s")
-    return 1 if tally.broken else 0
+    return report.main(__doc__, campaign, argv)
 
 
 if __name__ == "__main__":

@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from autoprec.calibration import timing
 from tests.campaigns import planning
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> object:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.filterwarnings("ignore")
