@@ -17,14 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autoprec.numerics.double_backward import refuse_double_backward
-from autoprec.numerics.packing import Packed, decode_e4m3, encode_e4m3, pack_bits, unpack_bits
+from autoprec.numerics.packing import Packed, decode, pack_bits, unpack_bits
 
 __all__ = [
     "ConvOptions",
     "GemmSpec",
     "conv",
     "grouped_linear",
-    "keep",
     "linear",
     "matmul",
     "relu_keeping_bits",
@@ -73,21 +72,16 @@ class ConvOptions:
     groups: int
 
 
-def keep(x: Tensor) -> Packed | None:
-    """The E4M3 copy of `x` that its readers share; None where no backward will come."""
-    return encode_e4m3(x) if torch.is_grad_enabled() else None
-
-
 def rows_of(x: Tensor) -> Tensor:
     """All leading dimensions as one: (…, n) → (rows, n), also where n or the number of rows is 0."""
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _saved_input(ctx: Any, first: Tensor, second: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if not ctx.packed or second is None:
+    if not ctx.packed:
         return first
-    refuse_double_backward("a layer that keeps its input in fp8_e4m3")
-    return decode_e4m3(Packed(first, second), dtype)
+    refuse_double_backward("a layer that keeps its input in a narrow format")
+    return decode(Packed(first, second), dtype)
 
 
 def _save(ctx: Any, x: Tensor, weight: Tensor, payload: Tensor | None, inverse_scale: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""Narrow storages of saved tensors: scaled E4M3, and one bit per element for ReLU.
+"""Narrow storages of saved tensors: BF16, scaled E4M3, and one bit per element for ReLU.
 
 E4M3 is kept as bytes with a power-of-two scale 2^a, the largest with amax·2^a ≤ 448 (current scaling). Decoding moves
 the bits into place: `s eeee mmm` becomes the BF16 pattern `s 0000eeee mmm0000`, which is 2^-120 times the value,
@@ -13,17 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Packed", "amax_of", "decode_e4m3", "encode_e4m3", "pack_bits", "unpack_bits"]
+from autoprec.numerics.dtypes import dtype_of
+
+__all__ = ["Packed", "amax_of", "decode", "decode_e4m3", "encode", "encode_e4m3", "pack_bits", "unpack_bits"]
 
 _E4M3_MAX = 448.0
 _BITS = -0x7810  # 0x87F0 as int16: sign, then eeeemmm four places up
 
 
 class Packed(NamedTuple):
-    """A tensor kept in E4M3: bytes of the tensor's shape, and the inverse scale 2^-a (0-dim, float32)."""
+    """A tensor kept in a narrow format. In E4M3: bytes of the tensor's shape, and the inverse scale 2^-a (0-dim,
+    float32); in BF16: the rounded tensor, and None."""
 
     payload: Tensor
-    inverse_scale: Tensor
+    inverse_scale: Tensor | None
 
 
 def amax_of(x: Tensor) -> Tensor:
@@ -47,8 +50,19 @@ def encode_e4m3(x: Tensor) -> Packed:
         return Packed(payload, torch.where(amax.isfinite(), 1.0 / scale, torch.full_like(one, float("nan"))))
 
 
+def encode(x: Tensor, storage: str) -> Packed:
+    """`x` (float32, bfloat16 or float16) in a narrow storage; in BF16, `x` itself if it is that already."""
+    return encode_e4m3(x) if storage == "fp8_e4m3" else Packed(x.detach().to(dtype_of(storage)), None)
+
+
+def decode(packed: Packed, dtype: torch.dtype) -> Tensor:
+    """What was kept, in `dtype`."""
+    return packed.payload.to(dtype) if packed.inverse_scale is None else decode_e4m3(packed, dtype)
+
+
 def decode_e4m3(packed: Packed, dtype: torch.dtype) -> Tensor:
     """The packed tensor in `dtype`; exact in BF16, FP16 (in its range) and FP32."""
+    assert packed.inverse_scale is not None
     bits = packed.payload.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(_BITS)
     # Two factors, because 2^120·2^-a can leave float32.
     value = bits.view(torch.bfloat16).mul_(2.0**120)

@@ -26,11 +26,14 @@ from autoprec.errors import PlanError
 from autoprec.graphs import OpClass, Role, shared_path
 from autoprec.numerics.casts import cast, enter_region, leave_region, saturating_cast
 from autoprec.numerics.dtypes import dtype_of
-from autoprec.numerics.gemm import conv, grouped_linear, keep, linear, matmul, relu_keeping_bits
+from autoprec.numerics.gemm import conv, grouped_linear, linear, matmul, relu_keeping_bits
+from autoprec.numerics.keeping import keep_in, keeping, open_cell
 from autoprec.numerics.lean import lean
 from autoprec.numerics.norms import norm
 from autoprec.numerics.specs import NORM_SIGNATURE, conv_options, fit_scalars, gemm_spec, norm_call
 from autoprec.plans import AS_IS, Plan
+from autoprec.rewriting.calls import Method, With, operands
+from autoprec.rewriting.memory import bases, changed_in_place, no_larger
 from autoprec.tracing.bindings import Binding, OpNode
 from autoprec.tracing.checkpoints import CheckpointPath, fold
 from autoprec.tracing.gemms import GemmCall, gemm_arguments
@@ -39,17 +42,6 @@ from autoprec.tracing.kinds import CONVS, changes_mode, enters_transform, out_of
 __all__ = ["Rewritten", "rewrite"]
 
 _FP32 = "fp32"
-
-
-class _With:
-    """A function with its last arguments fixed: fx writes only plain values into the code that it generates."""
-
-    def __init__(self, function: Callable[..., Any], *fixed: Any) -> None:
-        self._function, self.fixed = function, fixed
-        self.__name__, self.__module__ = function.__name__, function.__module__
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args, *self.fixed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +68,8 @@ class _Rewriter:
         self.born: dict[fx.Node, str] = {}
         self.root: dict[fx.Node, fx.Node] = {}
         self.packed: dict[tuple[fx.Node, CheckpointPath], fx.Node] = {}
+        self.cells: dict[tuple[str, CheckpointPath], fx.Node] = {}
+        self.main: fx.Node | None = None
         self.path: CheckpointPath = ()
         self.within: dict[fx.Node, CheckpointPath] = {}
         self.entry: dict[CheckpointPath, fx.Node] = {}
@@ -84,8 +78,8 @@ class _Rewriter:
         self.region = {op: r.scale_log2 for r in plan.regions for op in r.ops}
         self.region_of_value: dict[fx.Node, int] = {}
         self.saturating = set(plan.saturating)
-        self.base_of = _bases(binding)
-        self.touched = _changed_in_place(binding)
+        self.base_of = bases(binding)
+        self.touched = changed_in_place(binding)
 
     def run(self) -> Rewritten:
         flat, root = self.binding.template.flat, self.binding.template.module
@@ -207,7 +201,7 @@ class _Rewriter:
         if self.within.get(self.value[node], ()) != self.path:  # a checkpoint would give out, and keep, the base
             return None
         cast_already = fmt == self.born[base] or (key, self._cast_path(base)) in self.casts[base]
-        if not cast_already and not _no_larger(base, node):  # pay for the view's elements only
+        if not cast_already and not no_larger(base, node):  # pay for the view's elements only
             return None
         return self.copy(node, lambda n: self.in_format(n, fmt, region) if n is base else self.as_written(n))
 
@@ -241,6 +235,16 @@ class _Rewriter:
     # Ops ------------------------------------------------------------------------------------------------------
 
     def visit_op(self, op: OpNode) -> None:
+        """Write the op as the plan says, and open the cell of what it makes if that is kept narrow."""
+        self.main = None
+        self.write_op(op)
+        made = op.outputs[0] if len(op.outputs) == 1 and self._stored(op.outputs[0]) == op.outputs[0] else None
+        if self.main is not None:
+            self.keep_narrow(op, self.main, made)
+        elif made is not None:
+            self.cells[made, self.path] = self._open(made, self.value[op.node])
+
+    def write_op(self, op: OpNode) -> None:
         if op.inplace is not None:
             self.visit_inplace(op, op.inplace)
         elif op.op_class is OpClass.VIEW and (op.id, Role.OUTPUT) not in self.plan.format_of:
@@ -251,7 +255,12 @@ class _Rewriter:
         elif (op.id, Role.OUTPUT) in self.plan.format_of:
             self.visit_planned(op)
         else:
-            self.put(op.node, self.copy(op.node, lambda n: self.as_written(n)), _FP32)
+            self.put(op.node, self.copy_main(op, lambda n: self.as_written(n)), _FP32)
+
+    def copy_main(self, op: OpNode, transform: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        """A copy of the op itself, which may keep tensors for its backward pass."""
+        self.main = self.copy(op.node, transform)
+        return self.main
 
     def visit_inplace(self, op: OpNode, changed: fx.Node) -> None:
         """Everything in the format of the memory that changes; casts of that memory are stale afterwards."""
@@ -272,20 +281,20 @@ class _Rewriter:
         if op.gemm is not None:
             new = self._weighted_gemm(op, op.gemm, formats, region)
         elif fmt == _FP32:
-            if op.kind == "relu" and self._is_narrow(op.outputs[0]):
+            if op.kind == "relu" and self._stored(op.outputs[0]):
                 new = self.call(relu_keeping_bits, (self.in_format(op.inputs[0][0], _FP32),))
             else:
-                new = self.copy(op.node, lambda n: self.as_written(n))
+                new = self.copy_main(op, lambda n: self.as_written(n))
         elif op.op_class is OpClass.NORM:
             new = self._norm(op, fmt, region)
         elif op.op_class is OpClass.GEMM and op.kind != "scaled_dot_product_attention":
             spec = gemm_spec(formats, self.device_type, region or 0)
-            a, b = (self.in_format(n, fmt, region) for n in _operands(op.node))
-            new = self.call(_With(matmul, spec), (a, b))
-        elif op.kind == "relu" and self._is_narrow(op.outputs[0]):
+            a, b = (self.in_format(n, fmt, region) for n in operands(op.node))
+            new = self.main = self.call(With(matmul, spec), (a, b))
+        elif op.kind == "relu" and self._stored(op.outputs[0]):
             new = self.call(relu_keeping_bits, (self.in_format(op.inputs[0][0], fmt, region),))
         else:
-            new = self.copy(op.node, lambda n: self.in_format(n, fmt, region))
+            new = self.copy_main(op, lambda n: self.in_format(n, fmt, region))
             if op.functional:
                 new.target, new.args, new.kwargs = out_of_place(op.kind, new.target, new.args, new.kwargs)
             new.target = lean(new.target)
@@ -299,7 +308,7 @@ class _Rewriter:
         if fmt == "fp16":
             return self._norm_in_fp16(op, region)
         whole = self.device_type != "cpu" and op.kind in ("layer_norm", "group_norm", "rms_norm")
-        new = self.copy(op.node, lambda n: self.in_format(n, fmt, region) if n is x or whole else self.as_written(n))
+        new = self.copy_main(op, lambda n: self.in_format(n, fmt, region) if n is x or whole else self.as_written(n))
         if op.kind in ("rms_norm", "instance_norm"):
             new = self.call(cast, (new, dtype_of(fmt)))
         return new
@@ -309,7 +318,7 @@ class _Rewriter:
         arguments = dict(zip(NORM_SIGNATURE.get(op.kind, ()), op.node.args, strict=False)) | op.node.kwargs
         call = norm_call(op.kind, arguments, region or 0)
         if call is None:
-            new = self.copy(op.node, lambda n: self.as_written(n))
+            new = self.copy_main(op, lambda n: self.as_written(n))
             if region:
                 return self.call(enter_region, (new, torch.float16, region))
             return self.call(cast, (new, torch.float16))
@@ -317,12 +326,13 @@ class _Rewriter:
         names = ("weight", "bias", "running_mean", "running_var")
         others = [arguments.get(n) for n in names]
         tensors = [self.as_written(t) if isinstance(t, fx.Node) else None for t in others]
-        return self.call(_With(norm, call), (x, *tensors))
+        self.main = self.call(With(norm, call), (x, *tensors))
+        return self.main
 
     def _weighted_gemm(self, op: OpNode, gemm: GemmCall, formats: dict[Role, str], region: int | None) -> fx.Node:
         x = gemm.input
-        narrow = self._is_narrow(self.binding.tensor_id[x])
-        if not narrow and set(formats.values()) == {_FP32}:
+        narrow = self._stored(self.binding.tensor_id[x])
+        if narrow is None and set(formats.values()) == {_FP32}:
             return self.copy(op.node, lambda n: self.as_written(n))
         x_new = self.in_format(x, formats[Role.OUTPUT], region)
         weight = self.as_written(gemm.weight)
@@ -330,61 +340,61 @@ class _Rewriter:
             weight = self.call(torch.t, (weight,))
         bias_new = None if gemm.bias is None else self.as_written(gemm.bias)
         packed = None
-        if narrow:
+        if narrow is not None:
             if (x, self.path) not in self.packed:
-                self.packed[x, self.path] = self.call(keep, (x_new,))
+                cell = self.cell_of(narrow, x)
+                self.packed[x, self.path] = self.call(With(keep_in, self.plan.storage_of[narrow]), (cell, x_new))
             packed = self.packed[x, self.path]
         # FP16 in gradient roles alone: what arrives carries no scale yet.
         local = 0 if region else self.region.get(op.id, 0)
         spec = gemm_spec(formats, self.device_type, region or 0, local)
         if gemm.offs is not None:
-            return self.call(_With(grouped_linear, spec), (x_new, weight, self.as_written(gemm.offs), packed))
+            return self.call(With(grouped_linear, spec), (x_new, weight, self.as_written(gemm.offs), packed))
         if op.kind not in CONVS:
-            return self.call(_With(linear, spec), (x_new, weight, bias_new, packed))
+            return self.call(With(linear, spec), (x_new, weight, bias_new, packed))
         options = conv_options(op.kind, gemm_arguments(op.kind, op.node.args, op.node.kwargs))
-        return self.call(_With(conv, spec, options), (x_new, weight, bias_new, packed))
+        return self.call(With(conv, spec, options), (x_new, weight, bias_new, packed))
 
-    def _is_narrow(self, tensor_id: str) -> bool:
-        """Whether the plan keeps the tensor, or the nearest tensor that it is a view of, in a narrow format."""
+    # Storages
+
+    def _stored(self, tensor_id: str) -> str | None:
+        """The tensor itself, or the nearest one that it is a view of, if the plan keeps that in a narrow format."""
         current: str | None = tensor_id
         while current is not None:
             if current in self.plan.storage_of:
-                return self.plan.storage_of[current] != AS_IS
+                return current if self.plan.storage_of[current] != AS_IS else None
             current = self.base_of.get(current)
-        return False
+        return None
 
+    def cell_of(self, stored: str, node: fx.Node) -> fx.Node:
+        """The cell of a tensor that is kept narrow; `node` is it or a view of it."""
+        key = (stored, self.path)
+        if key not in self.cells:
+            self.cells[key] = self._open(stored, self.as_born(node))
+        return self.cells[key]
 
-def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Both factors of a matrix product, however they are passed."""
-    values = [*node.args, *(node.kwargs[k] for k in ("input", "mat2", "other") if k in node.kwargs)]
-    a, b = values[0], values[1]
-    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
-    return a, b
+    def _open(self, stored: str, value: fx.Node | None) -> fx.Node:
+        return self.call(With(open_cell, self.plan.storage_of[stored]), (value,))
 
-
-def _bases(binding: Binding) -> dict[str, str]:
-    """Tensor id → id of the tensor whose values it shows through one view or in-place change."""
-    return {
-        out: op.inputs[0][1]
-        for op in binding.ops
-        if op.op_class is OpClass.VIEW and op.inputs
-        for out in op.outputs
-        if out != op.inputs[0][1]
-    }
-
-
-def _changed_in_place(binding: Binding) -> set[fx.Node]:
-    """Roots (views and their copies joined) of every value that an op changes in place."""
-    root: dict[fx.Node, fx.Node] = {}
-    for node in binding.template.flat.graph.nodes:
-        op = binding.op_of.get(node)
-        source = op.inputs[0][0] if op is not None and op.inputs and op.op_class is OpClass.VIEW else None
-        root[node] = node if source is None else root.get(source, source)
-    return {root.get(op.inplace, op.inplace) for op in binding.ops if op.inplace is not None}
-
-
-def _no_larger(base: fx.Node, view: fx.Node) -> bool:
-    a, b = base.meta["example_value"], view.meta["example_value"]
-    sizes = [*a.shape, *b.shape]
-    # Symbolic sizes are not compared: that would add a guard. A cast of the view itself is always right.
-    return all(isinstance(s, int) for s in sizes) and a.numel() <= b.numel()
+    def keep_narrow(self, op: OpNode, main: fx.Node, made: str | None) -> None:
+        """Let the op, written as `main`, keep in cells what the plan keeps narrow, its own result among it."""
+        cells, reads = [], []
+        with self.graph.inserting_before(main):
+            own = None if made is None else self._open(made, None)
+            for node, tensor_id in op.inputs:
+                stored = self._stored(tensor_id)
+                if stored is not None:
+                    found = {self.value[node], *self.casts[node].values()}.intersection(main.all_input_nodes)
+                    reads += sorted(found)
+                    cells += [self.cell_of(stored, node)] * len(found)
+        if made is not None and own is not None:
+            self.cells[made, self.path] = own
+        if not cells and own is None:
+            return
+        function = main.target if callable(main.target) else Method(str(main.target))
+        main.op, main.args, main.kwargs, main.target = (
+            "call_function",
+            (own, tuple(cells), tuple(reads), main.args, main.kwargs),
+            {},
+            With(keeping, function),
+        )

@@ -1,0 +1,136 @@
+"""What an op keeps for its backward pass, kept in a narrow format.
+
+autograd hands every tensor that it keeps to a hook. Where the plan says so, the hook keeps a narrow copy instead, made
+once per tensor and shared by all that keep it or a view of it, and reads it again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from autoprec.numerics.packing import Packed, decode, encode
+
+__all__ = ["Cell", "keep_in", "keeping", "open_cell"]
+
+
+class Cell:
+    """The narrow copies of one tensor: of its memory, and of that of its casts, each made when it is first kept."""
+
+    def __init__(self, storage: str) -> None:
+        self._storage = storage
+        self._numel = -1
+        self._made: list[tuple[StorageWeakRef, Packed]] = []
+
+    def stands_for(self, x: Tensor) -> None:
+        """Say which tensor it is."""
+        self._numel = x.numel()
+
+    def part(self, x: Tensor) -> Packed | None:
+        """The narrow copy of `x`: the tensor, a cast of it, or a view of either. None where `x` lives in memory of
+        another size (a cast of a part, a kernel's padded result), which is then kept as it is."""
+        memory = x.untyped_storage()
+        if not x.numel() or memory.nbytes() != self._numel * x.element_size():
+            return None
+        for reference, packed in self._made:
+            if reference.cdata == memory._cdata and not reference.expired():
+                return _seen_as(packed, x)
+        packed = encode(x.detach().as_strided((self._numel,), (1,), 0), self._storage)
+        self._made.append((StorageWeakRef(memory), packed))
+        return _seen_as(packed, x)
+
+
+def _seen_as(packed: Packed, x: Tensor) -> Packed:
+    """The part of a narrow copy of a memory that `x` shows of the memory; repeated elements are there once."""
+    sizes = [1 if stride == 0 else size for size, stride in zip(x.shape, x.stride(), strict=True)]
+    return packed._replace(payload=packed.payload.as_strided(sizes, x.stride(), x.storage_offset()))
+
+
+class _Kept:
+    """What stands in autograd's graph for a tensor: its narrow copy, or what the next hook made of it."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.tensor: Tensor | None = x
+        self.outer: Any = None
+        self.packed: Packed | None = None
+        self.shape, self.dtype = x.shape, x.dtype
+
+    def close(self, packed: Packed | None, outer_pack: Callable[[Tensor], Any]) -> None:
+        """Let go of the tensor. The hook that was in force before ours sees what is kept instead."""
+        assert self.tensor is not None
+        kept = self.tensor if packed is None else packed.payload
+        self.packed, self.outer, self.tensor = packed, outer_pack(kept), None
+
+    def read(self, outer_unpack: Callable[[Any], Tensor]) -> Tensor:
+        """The tensor, or what is left of it after rounding."""
+        if self.tensor is not None:
+            return self.tensor
+        kept = outer_unpack(self.outer)
+        if self.packed is None:
+            return kept
+        return decode(self.packed._replace(payload=kept), self.dtype).expand(self.shape)
+
+
+def keeping(
+    own: Cell | None,
+    cells: Sequence[Cell],
+    reads: Sequence[Tensor],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    function: Callable[..., Any],
+) -> Any:
+    """`function(*args, **kwargs)`, where autograd keeps the tensors `reads` in their `cells`, and the result in `own`,
+    which is its cell from now on."""
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    outer_pack, outer_unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or (_as_it_is, _as_it_is)
+    cell_of = {x.untyped_storage()._cdata: cell for cell, x in zip(cells, reads, strict=True)}
+    waiting: list[_Kept] = []
+
+    def pack(x: Tensor) -> Any:
+        cell = cell_of.get(x.untyped_storage()._cdata)
+        if cell is None and own is None:
+            return outer_pack(x)
+        kept = _Kept(x)
+        if cell is not None:
+            kept.close(cell.part(x), outer_pack)
+        else:
+            waiting.append(kept)
+        return kept
+
+    def unpack(kept: Any) -> Tensor:
+        return kept.read(outer_unpack) if isinstance(kept, _Kept) else outer_unpack(kept)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        result = function(*args, **kwargs)
+    if own is not None:
+        own.stands_for(result)
+        for kept in waiting:
+            assert kept.tensor is not None
+            mine = kept.tensor.untyped_storage()._cdata == result.untyped_storage()._cdata
+            kept.close(own.part(kept.tensor) if mine else None, outer_pack)
+    return result
+
+
+def _as_it_is(x: Any) -> Any:
+    return x
+
+
+def open_cell(x: Tensor | None, storage: str) -> Cell:
+    """A cell for a tensor, or for one that is still to be made."""
+    cell = Cell(storage)
+    if x is not None:
+        cell.stands_for(x)
+    return cell
+
+
+def keep_in(cell: Cell, x: Tensor, storage: str) -> Packed | None:
+    """The narrow copy of `x` that a GEMM keeps, shared with whoever else keeps the tensor; None where no backward will
+    come."""
+    if not torch.is_grad_enabled():
+        return None
+    return cell.part(x) or encode(x, storage)
