@@ -122,7 +122,7 @@ FORMATS: tuple[Format, ...] = (FP32, BF16, FP16, FP8_E5M2, FP8_E4M3)
 
 #: Formats that an op can compute in, and narrow storages of saved tensors, that are implemented.
 COMPUTE_FORMATS = ("fp32", "bf16", "fp16")
-STORAGE_FORMATS = ("fp8_e4m3",)
+STORAGE_FORMATS = ("bf16", "fp8_e4m3")
 
 
 def format_named(name: str) -> Format:

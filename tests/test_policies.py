@@ -72,7 +72,7 @@ def test_a_wrong_budget_is_refused_with_what_is_valid(value: object) -> None:
 
 def test_defaults_and_immutability() -> None:
     p = policy()
-    assert (p.noise.gradient, p.noise.loss, p.storage.formats) == (0.05, 0.005, ("fp8_e4m3",))
+    assert (p.noise.gradient, p.noise.loss, p.storage.formats) == (0.05, 0.005, ("bf16", "fp8_e4m3"))
     with pytest.raises(ValidationError):
         p.name = "q"  # type: ignore[misc]
     assert Policy.model_validate(p.model_dump()) == p
@@ -93,7 +93,7 @@ def test_defaults_and_immutability() -> None:
         ({"formats": ("fp32", "fp32")}, ("formats", 1), "twice"),
         ({"formats": ("fp32", "fp8_e4m3")}, ("formats", 1), "for FP8 storage use storage.formats"),
         ({"formats": ("fp32", "bf-16")}, ("formats", 1), "Did you mean 'bf16'"),
-        ({"storage": {"formats": ("bf16",)}}, ("storage", "formats", 0), "implemented: fp8_e4m3"),
+        ({"storage": {"formats": ("fp16",)}}, ("storage", "formats", 0), "implemented: bf16, fp8_e4m3"),
         ({"storage": {"formats": ("fp8",)}}, ("storage", "formats", 0), "fp8_e4m3"),
         ({"storage": {"recompute": True}}, ("storage", "recompute"), "Valid: formats"),
         ({"objective": "tiem"}, ("objective",), "Did you mean 'time'"),

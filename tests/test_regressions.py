@@ -338,8 +338,8 @@ def test_bits_of_a_narrow_value_are_those_of_fp32() -> None:
 
 
 def test_an_unknown_storage_is_refused() -> None:
-    with pytest.raises(autoprec.PlanError, match="unknown storage 'bf16'. Valid: as_is, fp8_e4m3"):
-        Storage(tensor="0:tanh#0", format="bf16", reason="test")
+    with pytest.raises(autoprec.PlanError, match="unknown storage 'fp16'. Did you mean 'bf16'"):
+        Storage(tensor="0:tanh#0", format="fp16", reason="test")
 
 
 def test_op_ids_do_not_depend_on_an_evaluation_before_training() -> None:

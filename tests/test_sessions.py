@@ -333,7 +333,9 @@ def test_the_scale_of_a_region_leaves_room_for_sums_over_rows() -> None:
     """In FP16 the gradient of a gain overflows long before the gradients that it is the sum of."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), HandMadeNorm(32), nn.Linear(32, 32), HandMadeNorm(32), nn.Linear(32, 1))
-    policy = autoprec.Policy(name="half", formats=["fp32", "fp16"], objective="bytes", calibration={"steps": 2})
+    policy = autoprec.Policy(
+        name="half", formats=("fp32", "fp16"), objective="bytes", storage={"formats": ()}, calibration={"steps": 2}
+    )
     autoprec.compile(model, policy=policy, events=None)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for _ in range(12):

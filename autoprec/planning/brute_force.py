@@ -17,19 +17,22 @@ _LIMIT = 2_000_000
 
 def choices_count(problem: Problem) -> int:
     """How many choices there are."""
-    return math.prod(len(u.options) for u in problem.units) * (1 << len(problem.packable))
+    return math.prod(len(u.options) for u in problem.units) * math.prod(len(s) for s in _storages(problem))
 
 
 def all_choices(problem: Problem) -> Iterator[Choice]:
     """Every choice, in a fixed order; `SolverError` beyond two million."""
     if choices_count(problem) > _LIMIT:
         raise SolverError(f"brute force: {choices_count(problem)} choices are more than {_LIMIT}; use the exact solver")
-    storages = [
-        frozenset(s) for r in range(len(problem.packable) + 1) for s in itertools.combinations(problem.packable, r)
-    ]
+    storages = [frozenset(kept for kept in s if kept is not None) for s in itertools.product(*_storages(problem))]
     for options in itertools.product(*(range(len(u.options)) for u in problem.units)):
-        for packed in storages:
-            yield Choice(options=options, packed=packed)
+        for stored in storages:
+            yield Choice(options=options, stored=stored)
+
+
+def _storages(problem: Problem) -> list[list[tuple[int, str] | None]]:
+    """For each tensor whose storage is decided, the ways to keep it; None is as it is."""
+    return [[None, *((t, f) for f in problem.tensors[t].storages)] for t in problem.storable]
 
 
 def solve(problem: Problem) -> Solution | None:

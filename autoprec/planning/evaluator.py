@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Self
 
 from autoprec.planning.values import (
-    PACKED,
     Choice,
     Evaluation,
     Gemm,
@@ -38,8 +37,8 @@ def objective_of(problem: Problem, seconds: float, saved_bytes: float, noise: fl
 class Step:
     """A simulated step, or parts of one: seconds, and the bytes that each interval of moments holds."""
 
-    def __init__(self, problem: Problem, options: Sequence[int], packed: frozenset[int]) -> None:
-        self.problem, self.options, self.packed = problem, options, packed
+    def __init__(self, problem: Problem, choice: Choice) -> None:
+        self.problem, self.options, self.stored = problem, choice.options, dict(choice.stored)
         self.clear()
 
     def clear(self) -> None:
@@ -101,8 +100,8 @@ class Step:
                 self.seconds += t.runs * p.cast_seconds(born, f, t.numel)
                 if t.casts_back:
                     self.seconds += p.cast_seconds(f, born, t.numel)
-        if index in self.packed:
-            self.pack(t)
+        if index in self.stored:
+            self.store(t, self.stored[index])
         else:
             for use in t.savers:
                 key = (self.format(use.unit), t.birth if use.kept_from is None else use.kept_from)
@@ -114,20 +113,26 @@ class Step:
             size = t.numel * bytes_of(born)
             self.hold(f"gradient of {t.id}", p.backward(t.gradient_from), p.backward(t.birth), size)
 
-    def pack(self, t: PlanTensor) -> None:
-        """The E4M3 copy of one tensor, and the masks of the ReLUs that made it."""
+    def store(self, t: PlanTensor, storage: str) -> None:
+        """The narrow copy of one tensor, what is made of it in the backward pass (but for GEMMs), and the masks of the
+        ReLUs that made it."""
         p = self.problem
-        first = min((p.gemms[k] for k in t.gemms), key=lambda gemm: gemm.moment)
-        self.seconds += p.cast_seconds(self.format(first.output), PACKED, t.numel)
-        self.hold(t.id, first.moment, p.backward(first.moment), t.packed_bytes)
-        self.saved += t.packed_bytes
+        moment, unit = t.stored_by
+        self.seconds += p.cast_seconds(self.format(unit), storage, t.numel)
+        self.hold(t.id, moment, p.backward(moment), t.stored_bytes(storage))
+        self.saved += t.stored_bytes(storage)
+        for saver in t.others:
+            f, then = self.format(saver.unit), p.backward(saver.moment)
+            if f != storage:
+                self.seconds += p.cast_seconds(storage, f, saver.numel)
+                self.hold(f"{t.id} read again", then, then, saver.numel * bytes_of(f))
         for moment in t.masks:
             self.hold(f"mask of {t.id}", moment, p.backward(moment), t.mask_bytes)
             self.saved += t.mask_bytes
 
-    def unpacks(self, gemm: Gemm) -> bool:
-        """Whether a GEMM's backward reads its input from an E4M3 copy."""
-        return gemm.x in self.packed and any(self.problem.gemms[k] is gemm for k in self.problem.tensors[gemm.x].gemms)
+    def storage_read(self, gemm: Gemm) -> str | None:
+        """The storage from which a GEMM's backward reads its input; None if that is as it was."""
+        return self.stored.get(gemm.x) if gemm.number in self.problem.tensors[gemm.x].gemms else None
 
     def backward(self, gemm: Gemm) -> None:
         """Casts of one GEMM's backward pass, and what they hold for its moment."""
@@ -140,9 +145,10 @@ class Step:
             casts.append((made, f, gemm.out_numel, gemm.out_numel * bytes_of(f)))
         if gemm.has_grad_input and h != made:
             casts.append((h, made, gemm.x_numel, gemm.x_numel * bytes_of(h)))
-        if gemm.has_grad_weight and self.unpacks(gemm):
-            casts.append((PACKED, g, gemm.x_numel, gemm.x_numel * bytes_of(g)))
-        elif gemm.has_grad_weight and g != made:
+        storage = self.storage_read(gemm)
+        if gemm.has_grad_weight and storage is not None and storage != g:
+            casts.append((storage, g, gemm.x_numel, gemm.x_numel * bytes_of(g)))
+        elif gemm.has_grad_weight and storage is None and g != made:
             casts.append((made, g, gemm.x_numel, gemm.x_numel * bytes_of(g)))
         for source, target, numel, size in casts:
             self.seconds += p.cast_seconds(source, target, numel)
@@ -170,6 +176,9 @@ class Step:
             passed = sum(share * variance[k] for k, share in node.outputs) + self.rounding(node)
             for k, share in node.inputs:
                 variance[k] += share * passed
+            for t, saver in p.savers_at.get(node.moment, ()):
+                for k, share in saver.reached:
+                    variance[k] += share * saver.noise_in(self.stored.get(t))
         return [sum(self.weight_noise(p.gemms[k], variance) for k in row.gemms) for row in p.rows]
 
     def rounding(self, node: GradientNode) -> float:
@@ -182,15 +191,16 @@ class Step:
         made, g = self.format(gemm.output), self.format(gemm.grad_weight)
         total = gemm.upstream * variance[gemm.variance]
         total += sum(energy for f, energy in gemm.gradient_noise if f in (made, g))
-        if self.unpacks(gemm):
-            return total + gemm.packed_noise
+        storage = self.storage_read(gemm)
+        if storage is not None:
+            return total + sum(energy for f, energy in gemm.stored_noise if f == storage)
         read = {made, g, self.format(self.problem.tensors[gemm.x].born)}
         return total + sum(energy for f, energy in gemm.x_noise if f in read)
 
 
 def evaluate(problem: Problem, choice: Choice) -> Evaluation:
     """Seconds, bytes and noise of a choice, and every constraint that it breaks."""
-    step = Step(problem, choice.options, choice.packed).whole()
+    step = Step(problem, choice).whole()
     change = [0] * (2 * len(problem.ops) + 1)
     for _, first, last, size in step.held:
         change[first] += size
@@ -256,7 +266,7 @@ def _violations(
 def holders(problem: Problem, choice: Choice, moment: int, count: int = 3) -> list[tuple[str, int]]:
     """What holds the most bytes at a moment, largest first (parameters and inputs not counted)."""
     sizes: dict[str, int] = {}
-    for what, first, last, size in Step(problem, choice.options, choice.packed).whole().held:
+    for what, first, last, size in Step(problem, choice).whole().held:
         if first <= moment <= last:
             sizes[what] = sizes.get(what, 0) + size
     return sorted(sizes.items(), key=lambda item: (-item[1], item[0]))[:count]

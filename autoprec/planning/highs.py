@@ -20,6 +20,8 @@ _ROUNDS = 500
 #: Proposals that break a row by less than the solver's tolerance are forbidden one by one this often; after that the
 #: budget's rows are tightened by two millionths.
 _FORBIDDEN = 25
+#: Nodes of a search that need not end with the optimum.
+_NODES = 100
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,12 @@ class _Answer:
     bound: float
 
 
-def _run(program: Program, cost: list[float], gap: float) -> _Answer | None:
-    """One call of HiGHS; None if infeasible; `SolverError` for anything unproven."""
+def _run(program: Program, cost: list[float], gap: float, nodes: int | None = _NODES) -> _Answer | None:
+    """One call of HiGHS; None if infeasible; `SolverError` for an end without a choice and a bound.
+
+    A search that has found a choice stops after `nodes` nodes: the last tenths of a percent can take hours. (Seconds
+    would make the plan depend on the machine's load.)
+    """
     if not cost:
         broken = any(floor > 0.0 for floor in program.floors)
         return None if broken else _Answer(x=np.zeros(0), bound=0.0)
@@ -38,11 +44,14 @@ def _run(program: Program, cost: list[float], gap: float) -> _Answer | None:
         integrality=np.asarray(program.integer),
         bounds=Bounds(np.zeros(len(cost)), np.asarray(program.upper)),
         constraints=LinearConstraint(program.matrix(), np.asarray(program.floors), np.inf),
-        options={"mip_rel_gap": gap},
+        options={"mip_rel_gap": gap} if nodes is None else {"mip_rel_gap": gap, "node_limit": nodes},
     )
     if result.status == 2:
         return None
-    if result.status != 0 or result.x is None:
+    stopped = nodes is not None and "Solution limit" in str(result.message)  # scipy has no status for it
+    if stopped and (result.x is None or gap == 0.0):
+        return _run(program, cost, gap, None)
+    if (result.status != 0 and not stopped) or result.x is None:
         raise SolverError(f"HiGHS ended without a proven answer (status {result.status}: {result.message})")
     bound = result.mip_dual_bound if result.mip_dual_bound is not None else result.fun
     return _Answer(x=np.asarray(result.x, np.float64), bound=min(float(bound), float(result.fun)))

@@ -18,19 +18,19 @@ class Demand:
         tensor: index of the tensor.
         sizes: bytes of the copy by format.
         always: units (None is FP32) that hold it by having the format.
-        unless_packed: units that hold it only while the tensor is not kept in E4M3.
-        packed_size: bytes that are held exactly if the tensor is kept in E4M3, whatever the units have.
+        unless_stored: units that hold it only while the tensor is kept as it is.
+        stored: by storage, bytes that are held exactly if the tensor is kept in it, whatever the units have.
     """
 
     tensor: int
     sizes: tuple[tuple[str, int], ...] = ()
     always: tuple[int | None, ...] = ()
-    unless_packed: tuple[int | None, ...] = ()
-    packed_size: int = 0
+    unless_stored: tuple[int | None, ...] = ()
+    stored: tuple[tuple[str, int], ...] = ()
 
 
 def demands(problem: Problem, moment: int) -> Iterator[Demand]:
-    """Every copy, packed copy, mask and gradient that a choice may hold at a moment."""
+    """Every copy, narrow copy, mask and gradient that a choice may hold at a moment."""
     for i, t in enumerate(problem.tensors):
         if t.birth > moment:
             continue
@@ -44,22 +44,20 @@ def demands(problem: Problem, moment: int) -> Iterator[Demand]:
                 tensor=i,
                 sizes=tuple((f, t.bytes_in(f)) for f in formats if t.bytes_in(f)),
                 always=tuple(dict.fromkeys(reading)),
-                unless_packed=tuple(dict.fromkeys(keeping)),
+                unless_stored=tuple(dict.fromkeys(keeping)),
             )
-        packed = _packed_size(problem, t, moment)
-        if packed:
-            yield Demand(tensor=i, packed_size=packed)
+        stored = tuple((f, size) for f in t.storages if (size := _stored_size(problem, t, f, moment)))
+        if stored:
+            yield Demand(tensor=i, stored=stored)
         until = problem.backward(t.birth)
         if t.gradient_from is not None and problem.backward(t.gradient_from) <= moment <= until:
             sizes = tuple((f, t.numel * bytes_of(f)) for f in _formats(problem, t.born))
             yield Demand(tensor=i, sizes=sizes, always=(t.born,))
 
 
-def _packed_size(problem: Problem, t: PlanTensor, moment: int) -> int:
-    if not t.gemms:
-        return 0
-    start = min(problem.gemms[k].moment for k in t.gemms)
-    size = t.packed_bytes if start <= moment <= problem.backward(start) else 0
+def _stored_size(problem: Problem, t: PlanTensor, storage: str, moment: int) -> int:
+    start, _ = t.stored_by
+    size = t.stored_bytes(storage) if start <= moment <= problem.backward(start) else 0
     return size + t.mask_bytes * sum(mask <= moment <= problem.backward(mask) for mask in t.masks)
 
 

@@ -1,13 +1,13 @@
 """The integer program of a `Problem`: variables, rows, objective. Solves nothing, evaluates nothing.
 
-Binaries: y[unit, format] and s[tensor] (kept in E4M3). All other variables are continuous, bounded below by rows and
+Binaries: y[unit, format] and s[tensor, narrow storage]. All other variables are continuous, bounded below by rows and
 made small by the objective and by the rows that limit them, so they are exact wherever the binaries are integral:
 
-    c[t, f→g] ≥ …         one cast per (root, target); q likewise for what a GEMM's backward casts, d for decoding
+    c[t, f→g] ≥ …         one cast per (root, target); q likewise for what a GEMM's backward casts and reads
     r[t, f] ≥ y           rounding events of the loss
     a[o, f], b[o, f]      rounding of a GEMM's input and of the gradient that arrives; l[o, f] in passing gradients on
     v[k]                  relative gradient variance
-    k[t, f] ≥ y − s       copies kept for backward
+    k[t, f] ≥ y − Σ s     copies kept for backward
     live[t, f, τ] ≥ …     only for moments that are asked for (`Program.limit_moment`)
 
 Everything is relative (seconds to the FP32 total, noise to its limit, bytes to the budget) and the objective is
@@ -23,7 +23,7 @@ from scipy.sparse import csr_array
 
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
 from autoprec.planning.liveness import demands
-from autoprec.planning.values import PACKED, Choice, Gemm, Problem, Unit, bytes_of
+from autoprec.planning.values import Choice, Gemm, PlanTensor, Problem, Unit, bytes_of
 
 __all__ = ["OBJECTIVE_SCALE", "Linear", "Program"]
 
@@ -75,7 +75,9 @@ class Program:
         )
         self.y = [[self.variable(self._option_cost(u, k), binary=True) for k in range(len(u.options))]
                   for u in problem.units]  # fmt: skip
-        self.s = {t: self.variable(0.0, binary=True) for t in problem.packable}
+        self.s = {(t, f): self.variable(0.0, binary=True) for t in problem.storable
+                  for f in problem.tensors[t].storages}  # fmt: skip
+        self.stored = {t: self._any_storage(t) for t in problem.storable}
         self._worst = _worst_variances(problem)
         self.v = [self.variable(0.0) for _ in self._worst]
         for unit in self.y:
@@ -88,6 +90,15 @@ class Program:
         self._loss_row()
         self._variances()
         self._weight_rows()
+
+    def _any_storage(self, tensor: int) -> Linear:
+        """1 if the tensor is kept in a narrow format; at most one of them."""
+        total = Linear()
+        for f in self.problem.tensors[tensor].storages:
+            total.add(self.s[tensor, f])
+        if len(total.terms) > 1:
+            self.at_most(total, 1.0)
+        return total
 
     def _option_cost(self, unit: Unit, k: int) -> float:
         kept = unit.kept[k] if unit.kept and unit.kept_from is None else 0
@@ -150,9 +161,9 @@ class Program:
         costs: dict[str, float],
         always: Sequence[int | None],
         unless: Sequence[int | None] = (),
-        spared: int | None = None,
+        spared: Linear | None = None,
     ) -> dict[str, Linear]:
-        """By format: 1 if a unit of `always` has it, or a unit of `unless` has it and the binary `spared` is 0.
+        """By format: 1 if a unit of `always` has it, or a unit of `unless` has it and `spared` is 0.
 
         Rows over all formats together keep the relaxation from halving a unit between two formats to get both free.
         """
@@ -173,7 +184,7 @@ class Program:
                 self.at_most(short, 0.0)
         return found
 
-    def _one_of(self, binary: int, unit: int, seconds: dict[str, float]) -> dict[str, Linear]:
+    def _one_of(self, binary: int, unit: int | None, seconds: dict[str, float]) -> dict[str, Linear]:
         """By format: 1 if the binary is 1 and the unit has the format; costs seconds."""
         found = {}
         short = Linear().add(binary)
@@ -208,7 +219,7 @@ class Program:
         back: bool,
         runs: int = 1,
         moment: int | None = None,
-        spared: int | None = None,
+        spared: Linear | None = None,
     ) -> None:
         """Casts shared by all targets that read the same format: Σ_f c[f→g] ≥ y[target, g] − y[source, g]."""
         p = self.problem
@@ -239,16 +250,29 @@ class Program:
         p = self.problem
         for i, t in enumerate(p.tensors):
             self._casts_to(t.born, [use.unit for use in t.readers], t.numel, back=t.casts_back, runs=t.runs)
-            spared = self.s.get(i)
+            spared = self.stored.get(i)
             savers = [use.unit for use in t.savers if use.kept_from is None]
             kept = dict.fromkeys(f for unit in savers for f in self.formats(unit))
             costs = {f: self._byte * t.bytes_in(f) for f in kept}
             self.copies(costs, (), savers, spared)
-            if spared is None:
-                continue
-            self.cost[spared] += self._byte * (t.packed_bytes + len(t.masks) * t.mask_bytes)
-            first = min((p.gemms[k] for k in t.gemms), key=lambda gemm: gemm.moment).output
-            self._one_of(spared, first, {f: p.cast_seconds(f, PACKED, t.numel) for f in self.formats(first)})
+            for storage in t.storages:
+                self._store(t, storage, self.s[i, storage])
+
+    def _store(self, t: PlanTensor, storage: str, binary: int) -> None:
+        """Bytes of a narrow copy, seconds of making it, and of reading it by all but GEMMs."""
+        p = self.problem
+        self.cost[binary] += self._byte * (t.stored_bytes(storage) + len(t.masks) * t.mask_bytes)
+        maker = t.stored_by[1]
+        self._one_of(binary, maker, {f: p.cast_seconds(f, storage, t.numel) for f in self.formats(maker)})
+        for saver in t.others:
+            self._read(binary, storage, saver.unit, saver.numel, p.backward(saver.moment))
+
+    def _read(self, binary: int, storage: str, unit: int | None, numel: int, moment: int) -> None:
+        """What reading a narrow copy in the unit's format costs, if it is there."""
+        seconds = {f: self.problem.cast_seconds(storage, f, numel) for f in self.formats(unit)}
+        for f, read in self._one_of(binary, unit, seconds).items():
+            if f != storage:
+                self.workspace.append((moment, read, numel * bytes_of(f)))
 
     def _gemm_casts(self, gemm: Gemm) -> None:
         p = self.problem
@@ -260,13 +284,11 @@ class Program:
             self._result_casts(gemm, moment)
         if not gemm.has_grad_weight:
             return
-        packed = self._packs(gemm)
-        self._casts_to(gemm.output, [gemm.grad_weight], gemm.x_numel, back=False, moment=moment, spared=packed)
-        if packed is not None:
-            unit = gemm.grad_weight
-            seconds = {g: p.cast_seconds(PACKED, g, gemm.x_numel) for g in self.formats(unit)}
-            for g, decoded in self._one_of(packed, unit, seconds).items():
-                self.workspace.append((moment, decoded, gemm.x_numel * bytes_of(g)))
+        spared = self._stores(gemm)
+        self._casts_to(gemm.output, [gemm.grad_weight], gemm.x_numel, back=False, moment=moment, spared=spared)
+        if spared is not None:
+            for storage in p.tensors[gemm.x].storages:
+                self._read(self.s[gemm.x, storage], storage, gemm.grad_weight, gemm.x_numel, moment)
 
     def _result_casts(self, gemm: Gemm, moment: int) -> None:
         """The input's gradient, made in the grad_input format, goes back in the format in which the input was read."""
@@ -283,10 +305,9 @@ class Program:
             self.at_most(need.add(casts, -1.0), 0.0)
             self.workspace.append((moment, casts, gemm.x_numel * bytes_of(h)))
 
-    def _packs(self, gemm: Gemm) -> int | None:
-        tensor = self.problem.tensors[gemm.x]
-        saves = any(self.problem.gemms[k] is gemm for k in tensor.gemms)
-        return self.s[gemm.x] if saves else None
+    def _stores(self, gemm: Gemm) -> Linear | None:
+        """1 if the GEMM's input is kept in a narrow format; None if that cannot be."""
+        return self.stored[gemm.x] if gemm.number in self.problem.tensors[gemm.x].gemms else None
 
     def _loss_row(self) -> None:
         p = self.problem
@@ -319,6 +340,11 @@ class Program:
             for k, share in node.inputs:
                 if self._worst[k] > 0.0:
                     total[k].add(passed, share / self._worst[k])
+            for t, saver in self.problem.savers_at.get(node.moment, ()):
+                for k, share in saver.reached:
+                    for f, relative in saver.noise:
+                        if self._worst[k] > 0.0:
+                            total[k].add(self.s[t, f], share * relative / self._worst[k])
         for variable, expression in zip(self.v, total, strict=True):
             self.at_least(variable, expression)
 
@@ -332,13 +358,14 @@ class Program:
                 for f, energy in gemm.gradient_noise:
                     event = self.any_of([self.is_in(u, f) for u in (gemm.output, gemm.grad_weight)])
                     total.add(event, min(energy / row.limit, _CAP))
-                packed = self._packs(gemm)
+                spared = self._stores(gemm)
                 units = (gemm.output, gemm.grad_weight, p.tensors[gemm.x].born)
-                read = self.copies({f: 0.0 for f, _ in gemm.x_noise}, (), units, packed)
+                read = self.copies({f: 0.0 for f, _ in gemm.x_noise}, (), units, spared)
                 for f, energy in gemm.x_noise:
                     total.add(read[f], min(energy / row.limit, _CAP))
-                if packed is not None:
-                    total.add(packed, min(gemm.packed_noise / row.limit, _CAP))
+                if spared is not None:
+                    for f, energy in gemm.stored_noise:
+                        total.add(self.s[gemm.x, f], min(energy / row.limit, _CAP))
             self.at_most(total, 1.0)
             self._charged(total, self._noise)
 
@@ -359,13 +386,13 @@ class Program:
             if at == moment:
                 total.add(expression, float(size))
         for demand in demands(p, moment):
-            spared = self.s.get(demand.tensor)
-            if spared is not None:
-                total.add(spared, float(demand.packed_size))
-            key = (demand.sizes, demand.always, demand.unless_packed, demand.tensor if demand.unless_packed else -1)
+            for f, size in demand.stored:
+                total.add(self.s[demand.tensor, f], float(size))
+            key = (demand.sizes, demand.always, demand.unless_stored, demand.tensor if demand.unless_stored else -1)
             if key not in self._live:
                 costs = {f: 0.0 for f, _ in demand.sizes}
-                self._live[key] = self.copies(costs, demand.always, demand.unless_packed, spared)
+                spared = self.stored.get(demand.tensor)
+                self._live[key] = self.copies(costs, demand.always, demand.unless_stored, spared)
             for f, size in demand.sizes:
                 total.add(self._live[key][f], float(size))
         return total
@@ -375,14 +402,14 @@ class Program:
     def forbid(self, choice: Choice) -> None:
         """Any choice but this one."""
         terms = {self.y[u][k]: -1.0 for u, k in enumerate(choice.options)}
-        terms |= {k: (-1.0 if t in choice.packed else 1.0) for t, k in self.s.items()}
-        ones = len(choice.options) + len(choice.packed)
+        terms |= {k: (-1.0 if key in choice.stored else 1.0) for key, k in self.s.items()}
+        ones = len(choice.options) + len(choice.stored)
         self.row(terms, 1.0 - ones)
 
     def choice(self, x: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Choice:
         """The choice that a solver's answer stands for."""
         options = tuple(int(np.argmax(x[unit])) for unit in self.y)
-        return Choice(options=options, packed=frozenset(t for t, k in self.s.items() if x[k] > 0.5))
+        return Choice(options=options, stored=frozenset(key for key, k in self.s.items() if x[k] > 0.5))
 
     def matrix(self) -> csr_array:
         """Rows as a sparse matrix."""
@@ -401,4 +428,7 @@ def _worst_variances(problem: Problem) -> list[float]:
         passed += sum(share * worst[k] for k, share in node.outputs)
         for k, share in node.inputs:
             worst[k] += share * passed
+        for _, saver in problem.savers_at.get(node.moment, ()):
+            for k, share in saver.reached:
+                worst[k] += share * max(relative for _, relative in saver.noise)
     return worst

@@ -8,6 +8,7 @@ gradient variance, which is linear in the roundings, goes through a matrix (grad
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -35,8 +36,8 @@ class Neighbours:
 
     def __init__(self, problem: Problem, choice: Choice) -> None:
         self._problem = problem
-        self._readers, self._packing = _readers(problem)
-        self._gain = _gains(problem)
+        self._readers, self._storing = _readers(problem)
+        self._gain, self._saver_gain = _gains(problem)
         self._row_of = {k: r for r, row in enumerate(problem.rows) for k in row.gemms}
         self._nothing = [0.0] * problem.variances
         self.move(choice)
@@ -45,7 +46,7 @@ class Neighbours:
         """Simulate every part under a new centre."""
         p = self._problem
         self._choice = choice
-        step = Step(p, choice.options, choice.packed)
+        step = Step(p, choice)
         step.constant()
         self._seconds, self._saved = step.seconds, step.saved
         change = np.zeros(2 * len(p.ops) + 1, np.int64)
@@ -80,13 +81,18 @@ class Neighbours:
         p, before = self._problem, self._choice
         units = [i for i, (a, b) in enumerate(zip(choice.options, before.options, strict=True)) if a != b]
         touched = {key for u in units for key in self._readers[u]}
-        touched |= {key for t in choice.packed ^ before.packed for key in self._packing[t]}
-        step = Step(p, choice.options, choice.packed)
+        touched |= {key for t, _ in choice.stored ^ before.stored for key in self._storing[t]}
+        step, stored = Step(p, choice), dict(before.stored)
         seconds, saved, change, rows = self._seconds, self._saved, self._change.copy(), self._rows.copy()
         loss = sum(self._loss)
         for kind, i in touched:
             if kind == "node":
                 rows += self._gain[i] * (step.rounding(p.nodes[i]) - self._rounding[i])
+                continue
+            if kind == "savers":
+                old_storage, new_storage = stored.get(i), step.stored.get(i)
+                for gain, saver in zip(self._saver_gain[i], p.tensors[i].others, strict=True):
+                    rows += gain * (saver.noise_in(new_storage) - saver.noise_in(old_storage))
                 continue
             if kind == "noise":
                 if (row := self._row_of.get(i)) is not None:
@@ -122,10 +128,12 @@ def _readers(problem: Problem) -> tuple[list[set[_Key]], list[set[_Key]]]:
             by_unit[unit].update(keys)
 
     for i, t in enumerate(problem.tensors):
+        if t.others:
+            by_tensor[i].add(("savers", i))
         for unit in (t.born, *(use.unit for use in (*t.readers, *t.savers))):
             reads(unit, ("tensor", i))
-        for k in t.gemms:
-            reads(problem.gemms[k].output, ("tensor", i))
+        for unit in (t.stored_by[1], *(saver.unit for saver in t.others)):
+            reads(unit, ("tensor", i))
     for k, gemm in enumerate(problem.gemms):
         for unit in (gemm.output, gemm.grad_input, gemm.grad_weight):
             reads(unit, ("gemm", k), ("noise", k))
@@ -137,8 +145,12 @@ def _readers(problem: Problem) -> tuple[list[set[_Key]], list[set[_Key]]]:
     return by_unit, by_tensor
 
 
-def _gains(problem: Problem) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+_Matrix = np.ndarray[tuple[int, int], np.dtype[np.float64]]
+
+
+def _gains(problem: Problem) -> tuple[_Matrix, dict[int, list[Any]]]:
     """By node and row: what one unit of relative variance, added where the node passes a gradient on, adds to the row.
+    And, by tensor, the same for what each of its savers adds.
 
     The adjoint of `Step.rows`: its steps in the opposite order.
     """
@@ -147,9 +159,13 @@ def _gains(problem: Problem) -> np.ndarray[tuple[int, int], np.dtype[np.float64]
         for k in row.gemms:
             reach[problem.gemms[k].variance, r] += problem.gemms[k].upstream
     gain = np.zeros((len(problem.nodes), len(problem.rows)))
+    by_saver: dict[int, dict[int, Any]] = {t: {} for t in problem.storable}
     for n, node in enumerate(problem.nodes):
+        for t, saver in problem.savers_at.get(node.moment, ()):
+            by_saver[t][id(saver)] = sum((share * reach[k] for k, share in saver.reached), np.zeros(len(problem.rows)))
         for k, share in node.inputs:
             gain[n] += share * reach[k]
         for k, share in node.outputs:
             reach[k] += share * gain[n]
-    return gain
+    nothing = np.zeros(len(problem.rows))
+    return gain, {t: [found.get(id(s), nothing) for s in problem.tensors[t].others] for t, found in by_saver.items()}

@@ -18,7 +18,7 @@ from autoprec.planning.reasons import Reasons, bytes_text, violation_text
 from autoprec.planning.regions import fp16_regions
 from autoprec.planning.roots import resolve_roots
 from autoprec.planning.uniform import uniform_choice
-from autoprec.planning.values import PACKED, Choice, Evaluation, Solution
+from autoprec.planning.values import Choice, Evaluation, Solution
 from autoprec.plans import AS_IS, Assignment, Plan, Storage, Totals
 from autoprec.policies import Policy, parse_budget
 from autoprec.profiles import Profile
@@ -139,8 +139,9 @@ def plan_from_choice(
         Assignment(op=u.op, role=u.role, format=u.options[k], reason=why)
         for u, k, why in zip(problem.units, choice.options, reasons.units, strict=True)
     )
+    kept = dict(choice.stored)
     storages = tuple(
-        Storage(tensor=problem.tensors[t].id, format=PACKED if t in choice.packed else AS_IS, reason=why)
+        Storage(tensor=problem.tensors[t].id, format=kept.get(t, AS_IS), reason=why)
         for t, why in reasons.storages.items()
     )
     roots = resolve_roots(graph)
@@ -173,7 +174,7 @@ def _saturating(problem: Problem, choice: Choice) -> tuple[str, ...]:
 
 
 def _gap_for(problem: Problem) -> float:
-    decisions = sum(len(u.options) > 1 for u in problem.units) + len(problem.packable)
+    decisions = sum(len(u.options) > 1 for u in problem.units) + len(problem.storable)
     return 0.0 if decisions <= _EXACT_DECISIONS else _LARGE_GAP
 
 

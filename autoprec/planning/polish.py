@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.neighbours import Neighbours
 from autoprec.planning.values import Choice, Problem, Solution
 
-__all__ = ["flips", "polish", "tied_groups"]
+__all__ = ["flips", "polish", "storage_flips", "tied_groups"]
 
 
 def tied_groups(problem: Problem) -> list[list[int]]:
@@ -31,7 +32,15 @@ def flips(problem: Problem, choice: Choice, groups: list[list[int]], unit: int) 
             options = list(choice.options)
             for member in groups[unit]:
                 options[member] = k
-            yield name, Choice(options=tuple(options), packed=choice.packed)
+            yield name, replace(choice, options=tuple(options))
+
+
+def storage_flips(problem: Problem, choice: Choice, tensor: int) -> Iterator[tuple[str | None, Choice]]:
+    """(storage, choice) for every other way to keep a tensor; None is as it is."""
+    mine = dict(choice.stored).get(tensor)
+    for storage in (None, *problem.tensors[tensor].storages):
+        if storage != mine:
+            yield storage, choice.keeping(tensor, storage)
 
 
 def polish(problem: Problem, solution: Solution, *, passes: int = 3) -> Solution:
@@ -55,8 +64,9 @@ def polish(problem: Problem, solution: Solution, *, passes: int = 3) -> Solution
         for unit in range(len(problem.units)):
             for _, changed in flips(problem, choice, groups, unit):
                 take_if_better(changed)
-        for tensor in problem.packable:
-            take_if_better(Choice(options=choice.options, packed=choice.packed ^ {tensor}))
+        for tensor in problem.storable:
+            for _, changed in storage_flips(problem, choice, tensor):
+                take_if_better(changed)
         if best is before:
             break
     return Solution(choice=choice, evaluation=best, bound=solution.bound)

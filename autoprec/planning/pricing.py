@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
-from autoprec.formats import BF16, FP8_E4M3, FP16, Format
+from autoprec.formats import BF16, FP16, Format, format_named
 from autoprec.graphs import Op, OpClass, OpGraph, Role
 from autoprec.planning.noise import current_scale_log2, error_energy, ordinary, saturates_by_design
 from autoprec.planning.roots import Roots
+from autoprec.planning.saved import relative_variance
 from autoprec.policies import Policy
 from autoprec.profiles import Profile, RangeHistogram, TensorProfile
 
@@ -42,6 +43,7 @@ class Prices:
         self._profile = profile
         self._policy = policy
         self._scales = policy.loss_scaling.mode != "none"
+        self.storages = tuple(format_named(name) for name in policy.storage.formats)
         self._members: dict[str, list[str]] = {}
         for t in graph.tensors:
             self._members.setdefault(roots.root_of[t.id], []).append(t.id)
@@ -147,15 +149,24 @@ class Prices:
             return f"the operands of weight {op.weights[0]}'s gradient were not observed, so its noise cannot be judged"
         return ""
 
-    def gemm_noise(self, op: Op) -> tuple[dict[str, float], float, dict[str, float], float]:
-        """(x by format, x kept in E4M3, arriving gradient by format, upstream energy), per step; zeros if unjudged."""
+    def saver_noise(self, op: Op, tensor: str) -> dict[str, float]:
+        """By storage, what keeping this tensor in it adds to the relative variance of the gradient that the op passes
+        on; without those that cannot be judged."""
+        values = self.values(tensor)
+        if values is None or values.nonfinite:
+            return {}
+        found = {f.name: relative_variance(op.kind, tensor in op.outputs, values, f) for f in self.storages}
+        return {name: variance for name, variance in found.items() if variance is not None}
+
+    def gemm_noise(self, op: Op) -> tuple[dict[str, float], dict[str, float], dict[str, float], float]:
+        """(x by format, x by storage, arriving gradient by format, upstream energy), per step; zeros if unjudged."""
         x, gradient = self.input_weight_grad(op), self.gradient_weight_grad(op)
         if not self.has_row(op) or self.unjudged(op) or x is None or gradient is None:
-            return {}, 0.0, {}, 0.0
+            return {}, {}, {}, 0.0
         values = self.values(op.inputs[0])
         amax = values.amax if values is not None else x.amax
         steps = self._profile.steps
         x_noise = {f.name: error_energy(x, f) / steps for f in NARROW}
-        packed = error_energy(x, FP8_E4M3, current_scale_log2(FP8_E4M3, amax)) / steps
+        stored = {f.name: error_energy(x, f, current_scale_log2(f, amax)) / steps for f in self.storages}
         arriving = {f.name: error_energy(gradient, f, self._scale(f, gradient)) / steps for f in NARROW}
-        return x_noise, packed, arriving, gradient.energy / steps
+        return x_noise, stored, arriving, gradient.energy / steps

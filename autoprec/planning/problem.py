@@ -31,7 +31,8 @@ from autoprec.planning.options import (
 )
 from autoprec.planning.pricing import NARROW, Prices
 from autoprec.planning.roots import Roots, resolve_roots
-from autoprec.planning.values import PACKED, Gemm, PlanTensor, Problem, Unit, Use, WeightRow, bytes_of
+from autoprec.planning.stores import Keeping, Stores
+from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit, Use, WeightRow, bytes_of
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
 
@@ -109,6 +110,10 @@ class _Builder:
             self.members.setdefault(self.roots.root_of[t.id], []).append(t)
         weighted = [op.id for op in graph.ops if op.op_class is OpClass.GEMM and op.weights and decides(op, graph)]
         self.gemm_of = {op: k for k, op in enumerate(weighted)}
+        self.numbers = variance_numbers(graph, self.roots)
+        self.nodes = gradient_nodes(graph, self.roots, self.prices, self.unit_of, self.numbers)
+        passing = {node.moment: node.inputs for node in self.nodes}
+        self.stores = Stores(graph, self.roots, self.prices, self.unit_of, self.gemm_of, self.numbers, passing)
 
     def build(self, budget_bytes: int | None) -> Problem:
         graph, policy = self.graph, self.policy
@@ -119,8 +124,7 @@ class _Builder:
             if root in graph.producer or root in readers or root in savers
         )
         index = {t.id: i for i, t in enumerate(tensors)}
-        numbers = variance_numbers(graph, self.roots)
-        gemms = tuple(self._gemm(graph.op_by_id[op], index, numbers) for op in self.gemm_of)
+        gemms = tuple(self._gemm(graph.op_by_id[op], index) for op in self.gemm_of)
         constant = sum(
             self.device.seconds_by_key.get((op.timing_key, Role.OUTPUT, "fp32"), 0.0) * op.calls
             for op in graph.ops
@@ -143,15 +147,15 @@ class _Builder:
             for op, owner in in_place_pairs(graph, self.roots)
             if owner is not None and (op.id, Role.OUTPUT) in self.unit_of and (owner, Role.OUTPUT) in self.unit_of
         }
-        self._check_casts(any(t.gemms for t in tensors))
+        self._check_casts({f for t in tensors for f in t.storages})
         return Problem(
             ops=tuple(op.id for op in graph.ops),
             units=self.units,
             tensors=tensors,
             gemms=gemms,
-            nodes=gradient_nodes(graph, self.roots, self.prices, self.unit_of, numbers),
+            nodes=self.nodes,
             rows=self._rows(),
-            variances=len(set(numbers.values())),
+            variances=len(set(self.numbers.values())),
             ties=tuple(sorted((a, b) for a, b in ties if a != b)),
             casts=self.device.casts,
             constant_seconds=constant,
@@ -165,11 +169,11 @@ class _Builder:
             loss_scale=loss_limit or loss_total or 1.0,
         )
 
-    def _check_casts(self, packs: bool) -> None:
+    def _check_casts(self, storages: set[str]) -> None:
         formats = sorted({"fp32"} | {f for u in self.units for f in u.options})
         pairs = [(a, b) for a in formats for b in formats if a != b]
-        if packs:
-            pairs += [p for f in formats for p in ((f, PACKED), (PACKED, f))]
+        if storages:
+            pairs += [p for f in formats for s in storages if s != f for p in ((f, s), (s, f))]
         for source, target in pairs:
             self.device.cast_seconds(source, target, 0)
 
@@ -308,7 +312,7 @@ class _Builder:
         first = min((u.moment for u in (*readers, *savers)), default=0)
         requires_grad = any(t.requires_grad for t in members)
         histogram = self.prices.values(root)
-        gemms, masks = self._packing(root) if activation and spec.is_float32 else ((), ())
+        kept = self.stores.of(root) if activation and spec.is_float32 else Keeping()
         weight_of_gemm = spec.kind is TensorKind.PARAMETER and any(
             f"param:{w}" == root for op in self.gemm_of for w in self.graph.op_by_id[op].weights
         )
@@ -323,8 +327,11 @@ class _Builder:
             inherits=root in self.roots.copied_from,
             readers=tuple(readers),
             savers=tuple(savers),
-            masks=masks,
-            gemms=gemms,
+            storages=kept.storages,
+            stored_by=kept.stored_by,
+            gemms=kept.gemms,
+            others=kept.others,
+            masks=kept.masks,
             gradient_from=self._gradient_from(members) if activation else None,
             casts_back=requires_grad and not weight_of_gemm,
             runs=1 + len(self._path(root)),
@@ -350,37 +357,14 @@ class _Builder:
                     found.append(self.moment[reader])
         return max(found, default=None)
 
-    def _packing(self, root: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(GEMMs that save it, moments of the ReLUs that do); nothing if it may not be packed."""
-        nothing: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-        if PACKED not in self.policy.storage.formats:
-            return nothing
-        root_of = self.roots.root_of
-        users = [r for t in self.members[root] for r in self.graph.readers.get(t.id, ())]
-        if self._path(root) or any(self.graph.op_by_id[r].checkpoints for r in users):
-            return nothing
-        gemms, masks = [], []
-        for op in self.graph.ops:
-            saved = [t for t in op.saves if root_of[t] == root]
-            if not saved:
-                continue
-            if op.id in self.gemm_of and root_of[op.inputs[0]] == root and not self.prices.unjudged(op):
-                if root in [root_of[t] for t in (*op.inputs[1:], *op.outputs)]:
-                    return nothing
-                gemms.append(self.gemm_of[op.id])
-            elif op.kind == "relu" and (op.id, Role.OUTPUT) in self.unit_of and root_of[op.outputs[0]] == root:
-                masks.append(self.moment[op.id])
-            else:
-                return nothing
-        return (tuple(gemms), tuple(masks)) if gemms else nothing
-
     # Weights
 
-    def _gemm(self, op: Op, index: dict[str, int], numbers: dict[str, int]) -> Gemm:
+    def _gemm(self, op: Op, index: dict[str, int]) -> Gemm:
         unit = {role: self.unit_of[op.id, role] for role in Role}
-        x_noise, packed, arriving, upstream = self.prices.gemm_noise(op)
+        x_noise, stored, arriving, upstream = self.prices.gemm_noise(op)
         specs = self.graph.tensor_by_id
         return Gemm(
+            number=self.gemm_of[op.id],
             op=op.id,
             moment=self.moment[op.id],
             output=unit[Role.OUTPUT],
@@ -389,11 +373,11 @@ class _Builder:
             x=index[self.roots.root_of[op.inputs[0]]],
             x_numel=specs[op.inputs[0]].numel,
             out_numel=specs[op.outputs[0]].numel,
-            variance=numbers[op.outputs[0]],
+            variance=self.numbers[op.outputs[0]],
             has_grad_input=self.units[unit[Role.GRAD_INPUT]].needed,
             has_grad_weight=self.units[unit[Role.GRAD_WEIGHT]].needed,
             x_noise=tuple(x_noise.items()),
-            packed_noise=packed,
+            stored_noise=tuple(stored.items()),
             gradient_noise=tuple(arriving.items()),
             upstream=upstream,
         )

@@ -10,8 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from autoprec.planning.neighbours import Neighbours
-from autoprec.planning.polish import flips, tied_groups
-from autoprec.planning.values import PACKED, Choice, Evaluation, Problem, Solution, Violation
+from autoprec.planning.polish import flips, storage_flips, tied_groups
+from autoprec.planning.values import Evaluation, Problem, Solution, Violation
 
 __all__ = ["Reasons", "bytes_text", "seconds_text", "violation_text"]
 
@@ -60,7 +60,7 @@ class Reasons:
         self._near = Neighbours(problem, solution.choice)
         self._blocked: Counter[tuple[str, str]] = Counter()
         self.units = tuple(self._unit(i) for i in range(len(problem.units)))
-        self.storages = {t: self._storage(t) for t in problem.packable}
+        self.storages = {t: self._storage(t) for t in problem.storable}
         self.binding = self._binding()
 
     def _unit(self, index: int) -> str:
@@ -79,11 +79,11 @@ class Reasons:
         return self._priced(found) + (f"; {dropped}" if dropped else "")
 
     def _storage(self, tensor: int) -> str:
-        choice = self._solution.choice
-        packed = tensor in choice.packed
-        flipped = Choice(options=choice.options, packed=choice.packed ^ {tensor})
-        name = "as it is" if packed else PACKED
-        return self._priced([_Alternative(name=name, evaluation=self._near.evaluate(flipped))])
+        found = [
+            _Alternative(name=storage or "as it is", evaluation=self._near.evaluate(changed))
+            for storage, changed in storage_flips(self._problem, self._solution.choice, tensor)
+        ]
+        return self._priced(found)
 
     def _priced(self, alternatives: list[_Alternative]) -> str:
         """The price of the next-best alternative; if none is feasible, what the nearest one breaks."""

@@ -12,17 +12,17 @@ from typing import Literal
 
 from autoprec.devices import CastTiming
 from autoprec.errors import DeviceError
-from autoprec.formats import format_named
+from autoprec.formats import COMPUTE_FORMATS, STORAGE_FORMATS, format_named
 from autoprec.graphs import Role
 
 __all__ = [
-    "PACKED",
     "Choice",
     "Evaluation",
     "Gemm",
     "GradientNode",
     "PlanTensor",
     "Problem",
+    "Saver",
     "Solution",
     "Unit",
     "Use",
@@ -31,10 +31,7 @@ __all__ = [
     "bytes_of",
 ]
 
-#: The narrow storage.
-PACKED = "fp8_e4m3"
-
-_BYTES = {name: format_named(name).bytes for name in ("fp32", "bf16", "fp16", PACKED)}
+_BYTES = {name: format_named(name).bytes for name in dict.fromkeys((*COMPUTE_FORMATS, *STORAGE_FORMATS))}
 
 
 def bytes_of(format_name: str) -> int:
@@ -86,6 +83,30 @@ class Use:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Saver:
+    """An op that keeps a tensor for its backward pass, and can read a narrow copy of it there. GEMMs are in `Gemm`.
+
+    Attributes:
+        moment: of its forward pass.
+        unit: in whose format it reads the tensor, as in `Use`.
+        numel: elements that it keeps (of a view, fewer than the tensor has).
+        noise: by storage, the relative variance that the rounding adds to the gradient that the op passes on.
+        reached: (variance, share) as in `GradientNode.inputs`: where the rounding is added. A product of two tensors
+            reads one of them for the gradient of the other.
+    """
+
+    moment: int
+    unit: int | None
+    numel: int
+    noise: tuple[tuple[str, float], ...]
+    reached: tuple[tuple[int, float], ...] = ()
+
+    def noise_in(self, storage: str | None) -> float:
+        """The relative variance under a storage; 0.0 for None, as it is."""
+        return sum(relative for f, relative in self.noise if f == storage)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanTensor:
     """One root tensor: what has a born format, readers, copies and rounding events.
 
@@ -100,8 +121,11 @@ class PlanTensor:
         inherits: its values are those of another tensor (a copying view), so its birth rounds nothing anew.
         readers, savers: who reads it in the forward pass, and who keeps it for the backward pass; a checkpoint keeps
             what it reads from outside.
-        masks: moments of the savers that keep one bit per element if it is packed (ReLU).
-        gemms: the GEMMs that save it, if it may be kept in E4M3; empty if it may not.
+        storages: narrow formats that it may be kept in; none if it is kept as it is. The next four speak of those.
+        stored_by: who makes the narrow copy: moment and unit of the first op that keeps it.
+        gemms: the GEMMs that keep it.
+        others: the other ops that keep it.
+        masks: moments of those that keep one bit per element instead (ReLU).
         gradient_from: moment of the last reader that sends a gradient; None if its gradient costs no bytes.
         casts_back: whether each cast of it casts a gradient in the backward pass.
         runs: how often a step makes it, and casts it: once more for each activation checkpoint around it.
@@ -119,8 +143,11 @@ class PlanTensor:
     inherits: bool
     readers: tuple[Use, ...]
     savers: tuple[Use, ...]
-    masks: tuple[int, ...] = ()
+    storages: tuple[str, ...] = ()
+    stored_by: tuple[int, int | None] = (0, None)
     gemms: tuple[int, ...] = ()
+    others: tuple[Saver, ...] = ()
+    masks: tuple[int, ...] = ()
     gradient_from: int | None = None
     casts_back: bool = False
     runs: int = 1
@@ -133,10 +160,9 @@ class PlanTensor:
             return self.wide_bytes
         return self.numel * bytes_of(format_name) if self.narrow_costs else 0
 
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes of its E4M3 copy, scale included, masks not."""
-        return self.numel + 4
+    def stored_bytes(self, storage: str) -> int:
+        """Bytes of its narrow copy, the scale of an FP8 one included, masks not."""
+        return self.numel * bytes_of(storage) + (4 if bytes_of(storage) == 1 else 0)
 
     @property
     def mask_bytes(self) -> int:
@@ -149,6 +175,7 @@ class Gemm:
     """The backward pass of a GEMM with a weight.
 
     Attributes:
+        number: its place in `Problem.gemms`.
         op: its id.
         moment: forward moment.
         output, grad_input, grad_weight: its units.
@@ -156,11 +183,12 @@ class Gemm:
         out_numel: elements of gradient that arrive.
         variance: whose relative gradient variance arrives (index, see `GradientNode`).
         has_grad_input, has_grad_weight: which gradients are computed.
-        x_noise: by format, E‖δ∇W‖² per step of rounding x; `packed_noise` of keeping x in E4M3.
+        x_noise: by format, E‖δ∇W‖² per step of rounding x; `stored_noise` by storage, of keeping x in it.
         gradient_noise: by format, of rounding the gradient that arrives.
         upstream: E‖∇W‖²-like energy that relative variance of the arriving gradient multiplies.
     """
 
+    number: int
     op: str
     moment: int
     output: int
@@ -173,7 +201,7 @@ class Gemm:
     has_grad_input: bool
     has_grad_weight: bool
     x_noise: tuple[tuple[str, float], ...] = ()
-    packed_noise: float = 0.0
+    stored_noise: tuple[tuple[str, float], ...] = ()
     gradient_noise: tuple[tuple[str, float], ...] = ()
     upstream: float = 0.0
 
@@ -281,17 +309,31 @@ class Problem:
         return {t.id: i for i, t in enumerate(self.tensors)}
 
     @cached_property
-    def packable(self) -> tuple[int, ...]:
+    def storable(self) -> tuple[int, ...]:
         """Tensors whose storage is decided."""
-        return tuple(i for i, t in enumerate(self.tensors) if t.gemms)
+        return tuple(i for i, t in enumerate(self.tensors) if t.storages)
+
+    @cached_property
+    def savers_at(self) -> dict[int, tuple[tuple[int, Saver], ...]]:
+        """Forward moment → (tensor, saver) of what the op there may read from a narrow copy in its backward pass."""
+        found: dict[int, list[tuple[int, Saver]]] = {}
+        for i in self.storable:
+            for saver in self.tensors[i].others:
+                found.setdefault(saver.moment, []).append((i, saver))
+        return {moment: tuple(savers) for moment, savers in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One option per unit, and the tensors that are kept in E4M3."""
+    """One option per unit, and (tensor, storage) of what is kept in a narrow format."""
 
     options: tuple[int, ...]
-    packed: frozenset[int] = frozenset()
+    stored: frozenset[tuple[int, str]] = frozenset()
+
+    def keeping(self, tensor: int, storage: str | None) -> Choice:
+        """The same but for how one tensor is kept; None is as it is."""
+        rest = {(t, f) for t, f in self.stored if t != tensor}
+        return Choice(options=self.options, stored=frozenset(rest if storage is None else rest | {(tensor, storage)}))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ RICH_POLICY = {
         {"match": "blocks.*", "kinds": ["linear", "conv2d"], "pin": "fp16"},
         {"match": "*", "floor": "fp8_e4m3"},
     ],
-    "storage": {"formats": ["fp8_e4m3"]},
+    "storage": {"formats": ["bf16", "fp8_e4m3"]},
     "calibration": {"steps": 4},
     "monitor": {"window_steps": 100, "interval_steps": 10, "saturation_frac": 1e-4},
     "guard": {"nonfinite": "skip", "patience_steps": 20},

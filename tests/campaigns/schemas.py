@@ -68,7 +68,7 @@ POLICY = mapping(
             why=TEXT,
         )
     ),
-    storage=mapping({}, formats=items(one_of(["fp8_e4m3"]))),
+    storage=mapping({}, formats=items(one_of(["bf16", "fp8_e4m3"]))),
     calibration=mapping({}, steps={"type": "integer", "minimum": 2}),
     monitor=mapping(
         {},
@@ -100,7 +100,7 @@ PLAN = mapping(
             mapping({"op": SOME_TEXT, "role": one_of(ROLES), "format": one_of(COMPUTE), "reason": TEXT})
         ),
     },
-    storages=items(mapping({"tensor": SOME_TEXT, "format": one_of(["as_is", "fp8_e4m3"]), "reason": TEXT})),
+    storages=items(mapping({"tensor": SOME_TEXT, "format": one_of(["as_is", "bf16", "fp8_e4m3"]), "reason": TEXT})),
     regions=items(
         mapping(
             {

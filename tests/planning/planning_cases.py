@@ -180,6 +180,10 @@ class Maker:
         return Device(name="made up", type="cpu", native=FORMATS, timings=timings, casts=casts)
 
 
+#: What a policy may allow: nothing, one narrow storage, or both.
+STORAGES = ((), ("fp8_e4m3",), ("bf16",), ("bf16", "fp8_e4m3"))
+
+
 @dataclass(frozen=True)
 class Case:
     graph: OpGraph
@@ -256,12 +260,16 @@ def random_case(seed: int, *, most: int = 256) -> Case:
         "formats": formats,
         "objective": "time" if rng.random() < 0.5 else "bytes",
         "noise": {"gradient": 10.0 ** float(rng.uniform(-3.0, 0.5)), "loss": 10.0 ** float(rng.uniform(-6.0, -1.0))},
-        "storage": {"formats": ("fp8_e4m3",) if rng.random() < 0.8 else ()},
+        "storage": {"formats": STORAGES[int(np.searchsorted((0.2, 0.5, 0.6), rng.random()))]},
     })  # fmt: skip
     case = Case(graph, make.profile(graph), make.device(graph), policy)
     banned: set[tuple[str, str]] = set()
     while choices_count(problem := case.problem()) > most:
         units = [u for u in problem.units if len(u.options) > 1]
+        if not units:
+            policy = policy.replaced(storage={"formats": policy.storage.formats[1:]})
+            case = Case(case.graph, case.profile, case.device, policy, frozenset(banned))
+            continue
         unit = units[int(rng.integers(len(units)))]
         banned.add((unit.op, str(rng.choice([f for f in unit.options if f != "fp32"]))))
         case = Case(case.graph, case.profile, case.device, case.policy, frozenset(banned))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -29,14 +31,16 @@ def agree(a: Evaluation, b: Evaluation) -> bool:
 def near(problem: Problem, choice: Choice, rng: np.random.Generator) -> Choice:
     """One to three decisions changed."""
     options = list(choice.options)
-    packed = set(choice.packed)
     for _ in range(rng.integers(1, 4)):
-        if problem.packable and rng.random() < 0.3:
-            packed ^= {int(rng.choice(problem.packable))}
+        if problem.storable and rng.random() < 0.3:
+            tensor = int(rng.choice(problem.storable))
+            storages = problem.tensors[tensor].storages
+            k = int(rng.integers(len(storages) + 1))
+            choice = choice.keeping(tensor, storages[k] if k < len(storages) else None)
         elif options:
             unit = int(rng.integers(len(options)))
             options[unit] = int(rng.integers(len(problem.units[unit].options)))
-    return Choice(options=tuple(options), packed=frozenset(packed))
+    return replace(choice, options=tuple(options))
 
 
 def disagreements(seeds: range) -> int:
@@ -76,10 +80,25 @@ def forget_births(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_what_comes_from_above(monkeypatch: pytest.MonkeyPatch) -> None:
     gains = neighbours._gains
-    monkeypatch.setattr(neighbours, "_gains", lambda problem: 0.0 * gains(problem))
+
+    def without(problem: Problem) -> object:
+        by_node, by_saver = gains(problem)
+        return 0.0 * by_node, by_saver
+
+    monkeypatch.setattr(neighbours, "_gains", without)
 
 
-@pytest.mark.parametrize("plant", [forget_births, forget_what_comes_from_above])
+def forget_what_other_savers_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = neighbours._readers
+
+    def without(problem: Problem) -> object:
+        by_unit, by_tensor = found(problem)
+        return by_unit, [{key for key in keys if key[0] != "savers"} for keys in by_tensor]
+
+    monkeypatch.setattr(neighbours, "_readers", without)
+
+
+@pytest.mark.parametrize("plant", [forget_births, forget_what_comes_from_above, forget_what_other_savers_pass_on])
 def test_a_planted_bug_is_noticed(plant, monkeypatch) -> None:
     plant(monkeypatch)
     assert disagreements(range(60)) > 0

@@ -103,7 +103,7 @@ def test_packed_relu_keeps_one_bit_per_element():
     assert [problem.gemms[k].op for k in tensor.gemms] == ["b:linear#2"] and tensor.masks == (1,)
     choice = uniform_choice(problem, "bf16")
     wide = evaluate(problem, choice)
-    narrow = evaluate(problem, dataclasses.replace(choice, packed=frozenset({relu})))
+    narrow = evaluate(problem, choice.keeping(relu, "fp8_e4m3"))
     n = tensor.numel
     assert wide.saved_bytes - narrow.saved_bytes == 2 * n - (n + 4 + n // 8)
 
@@ -271,7 +271,7 @@ def test_what_was_not_observed_is_not_judged():
     problem = dataclasses.replace(case, profile=profile).problem()
     unit = problem.units[problem.unit_index["b:linear#2", Role.GRAD_WEIGHT]]
     assert unit.options == ("fp32", "bf16") and "cannot be judged" in dict(unit.dropped)["fp16"]
-    assert "m:relu#1" not in {problem.tensors[t].id for t in problem.packable}
+    assert "m:relu#1" not in {problem.tensors[t].id for t in problem.storable}
     assert [r.weight for r in problem.rows] == ["a.weight", "c.weight"]
 
 
@@ -288,7 +288,7 @@ def test_the_gradient_row_is_the_sum_of_its_parts():
     problem = case.problem()
     choice = uniform_choice(problem, "bf16")
     relu = problem.tensor_index["m:relu#1"]
-    packed = dataclasses.replace(choice, packed=frozenset({relu}))
+    packed = choice.keeping(relu, "fp8_e4m3")
     by_id, steps = case.profile.tensor_by_id, case.profile.steps
     out = by_id["b:linear#2"]
 

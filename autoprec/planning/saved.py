@@ -1,0 +1,131 @@
+"""What an op's backward pass makes of the tensor that it kept, and so what keeping it in a narrow format costs.
+
+The gradient that a pointwise op passes on is g·d(s), with s the kept value and d the derivative written in it: s for a
+product's other factor and for an exponential's result, 1 − s² for tanh's result, and so on. If g and s are independent,
+rounding s adds the relative variance Σ(d(Q(s)) − d(s))² / Σ d(s)² to the gradient; both sums are over the tensor's
+elements, read off its histogram of values. Norms take means over what they kept, in which most of its rounding
+cancels: they count a fifth (measured: docs/measurements/storage.md). What an op that is not in the table keeps stays as
+it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from autoprec.formats import Format
+from autoprec.planning.noise import current_scale_log2
+from autoprec.profiles import RangeHistogram, bin_lower_edges
+
+__all__ = ["PRODUCTS", "relative_variance"]
+
+_Array = npt.NDArray[np.float64]
+_Derivative = Callable[[_Array], _Array]
+
+#: Products of two tensors: the gradient of each is made with the other.
+PRODUCTS = frozenset({"mul", "matmul", "bmm", "mm"})
+
+_NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm")
+
+#: Measured: 1/147 to 1/6 on 12 norms of two trained networks.
+_NORM_FRAC = 0.2
+
+#: Points within each quarter-octave bin at which derivatives are compared. Odd, because a format has a power of two of
+#: numbers there: so the points fall everywhere between two of them.
+_POINTS = 61
+
+
+def _sigmoid(s: _Array) -> _Array:
+    return 1.0 / (1.0 + np.exp(-s))
+
+
+def _silu(s: _Array) -> _Array:
+    p = _sigmoid(s)
+    return p * (1.0 + s * (1.0 - p))
+
+
+def _gelu(s: _Array) -> _Array:
+    """By tanh's formula; the exact one differs by less than 1e-3."""
+    inner = math.sqrt(2.0 / math.pi) * (s + 0.044715 * s**3)
+    slope = math.sqrt(2.0 / math.pi) * (1.0 + 3.0 * 0.044715 * s**2)
+    return 0.5 * (1.0 + np.tanh(inner)) + 0.5 * s * (1.0 - np.tanh(inner) ** 2) * slope
+
+
+def _mish(s: _Array) -> _Array:
+    t = np.tanh(np.logaddexp(0.0, s))
+    return t + s * _sigmoid(s) * (1.0 - t**2)
+
+
+def _itself(s: _Array) -> _Array:
+    return s
+
+
+def _nothing(s: _Array) -> _Array:
+    return np.zeros_like(s)
+
+
+#: d(s) where the op keeps its own result.
+_OF_RESULT: dict[str, _Derivative] = {
+    "exp": _itself,
+    "exp2": _itself,
+    "tanh": lambda s: 1.0 - s**2,
+    "sigmoid": lambda s: s * (1.0 - s),
+    "softmax": _itself,
+}
+
+#: d(s) where it keeps what it read.
+_OF_INPUT: dict[str, _Derivative] = {
+    "mul": _itself,
+    "square": _itself,
+    "matmul": _itself,
+    "bmm": _itself,
+    "mm": _itself,
+    "silu": _silu,
+    "gelu": _gelu,
+    "mish": _mish,
+    "softplus": _sigmoid,
+    "log": lambda s: 1.0 / s,
+    "log1p": lambda s: 1.0 / (1.0 + s),
+    "sin": np.cos,
+    "cos": np.sin,
+}
+_OF_INPUT |= dict.fromkeys(_NORMS, _itself)
+# Pooling keeps its input for the sake of its shape.
+_OF_INPUT |= {f"{p}_pool{n}d": _nothing for p in ("max", "avg", "adaptive_avg") for n in (1, 2, 3)}
+
+#: Results that are never negative; a histogram of magnitudes does not tell.
+_POSITIVE = frozenset({"exp", "exp2", "sigmoid", "softmax", "log", "log1p"})
+
+
+def relative_variance(kind: str, is_result: bool, values: RangeHistogram, fmt: Format) -> float | None:
+    """Relative variance of the gradient through an op that keeps a tensor with these values in `fmt`, under current
+    scaling; None where the table does not know the op, or the tensor does not fit into the format.
+    """
+    derivative = (_OF_RESULT if is_result else _OF_INPUT).get(kind)
+    if derivative is None or (not fmt.scaled and values.amax > fmt.max_value):
+        return None
+    scale_log2 = current_scale_log2(fmt, values.amax)
+    lower, upper = bin_lower_edges(values.bins), bin_lower_edges(values.bins + 1)
+    weight = values.moments[:, 0]
+    inside = np.isfinite(upper) & (weight > 0.0) & (values.moments[:, 1] > 0.0)
+    at = (np.arange(_POINTS) + 0.5) / _POINTS
+    points = lower[inside, None] + (upper - lower)[inside, None] * at
+    error = energy = 0.0
+    for sign in (1.0,) if kind in _POSITIVE else (1.0, -1.0):
+        with np.errstate(all="ignore"):
+            exact, rounded = derivative(sign * points), derivative(sign * _rounded(points, fmt, scale_log2))
+        exact, rounded = (np.nan_to_num(d, nan=0.0, posinf=1e150, neginf=-1e150) for d in (exact, rounded))
+        error += float((weight[inside] * ((rounded - exact) ** 2).mean(1)).sum())
+        energy += float((weight[inside] * (exact**2).mean(1)).sum())
+    return (_NORM_FRAC if kind in _NORMS else 1.0) * error / energy if energy > 0.0 else 0.0
+
+
+def _rounded(x: _Array, fmt: Format, scale_log2: int) -> _Array:
+    """Positive x, times 2^scale, rounded to nearest even, and back; magnitudes beyond the largest value become it."""
+    _, exponent = np.frexp(x)
+    step_log2 = np.maximum(exponent - 1 + scale_log2, fmt.min_normal_log2) - fmt.mantissa_bits - scale_log2
+    step = np.exp2(step_log2.astype(np.float64))
+    return np.asarray(np.minimum(np.round(x / step) * step, np.ldexp(fmt.max_value, -scale_log2)))
