@@ -98,6 +98,23 @@ def _unscaled(ctx: Any, grad: Tensor, like: torch.dtype) -> Tensor:
     return (grad.mul_(2.0**-spec.scale_log2) if spec.scale_log2 else grad).to(like)
 
 
+#: Elements of a narrow tensor that are summed at a time: few enough for a core's cache.
+_SUMMED_AT_ONCE = 1 << 16
+
+
+def _channel_sums(grad: Tensor) -> Tensor:
+    """Sums over all dimensions but the second (channels), in FP32. On a CPU torch makes an FP32 copy of a narrow tensor
+    for that, so it is given slices of it."""
+    dims = [0, *range(2, grad.dim())]
+    rows = max(1, _SUMMED_AT_ONCE // max(1, grad[:1].numel())) if grad.device.type == "cpu" else grad.shape[0]
+    if grad.dtype is torch.float32 or grad.shape[0] <= rows:
+        return grad.sum(dims, dtype=torch.float32)
+    total = grad.new_zeros(grad.shape[1], dtype=torch.float32)
+    for part in grad.split(rows):
+        total += part.sum(dims, dtype=torch.float32)
+    return total
+
+
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b as it was accumulated, in FP32, where the device gives it: a scaled sum over rows can leave FP16."""
     if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
@@ -136,7 +153,7 @@ class _Linear(torch.autograd.Function):
             product = _wide_product(spec.gradient(flat, spec.grad_weight).t(), rows_of(x))
             grad_w = _unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_b = _unscaled(ctx, flat.sum(0, dtype=torch.float32), weight.dtype)
+            grad_b = _unscaled(ctx, _channel_sums(flat), weight.dtype)
         return grad_x, grad_w, grad_b, None, None, None
 
 
@@ -233,8 +250,7 @@ class _Conv(torch.autograd.Function):
             product = _conv_backward(ctx.options, g, x, w, 1)
             grad_w = _unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            dims = [0, *range(2, grad.dim())]
-            grad_b = _unscaled(ctx, grad.sum(dims, dtype=torch.float32), weight.dtype)
+            grad_b = _unscaled(ctx, _channel_sums(grad), weight.dtype)
         return grad_x, grad_w, grad_b, None, None, None, None
 
 
