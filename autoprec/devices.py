@@ -21,6 +21,9 @@ class OpTiming:
 
     `private_saved_bytes`, with the role "output": bytes that the op keeps for its backward besides what it is given and
     what it gives (statistics, masks); None if that was not looked at.
+    `workspace_bytes`: held for a moment while the role runs (casts of weights, kernels' buffers), beside what it is
+    given, what it gives and what it keeps; `backward_workspace_bytes` the same in the backward pass of an op whose only
+    role is "output". None if that was not looked at.
     """
 
     timing_key: str
@@ -28,12 +31,15 @@ class OpTiming:
     format: str
     seconds: float
     private_saved_bytes: int | None = None
+    workspace_bytes: int | None = None
+    backward_workspace_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_choice(self.role, tuple(Role), "role", DeviceError, "role")
         check_choice(self.format, _FORMATS, "format", DeviceError, "format")
         check_amount(self.seconds, "seconds", DeviceError, "seconds")
-        check_amount(self.private_saved_bytes, "private_saved_bytes", DeviceError, "private_saved_bytes")
+        for name in ("private_saved_bytes", "workspace_bytes", "backward_workspace_bytes"):
+            check_amount(getattr(self, name), name, DeviceError, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +118,15 @@ class Device:
         """(timing_key, format) → bytes kept privately, where known."""
         found = ((t.timing_key, t.format, t.private_saved_bytes) for t in self.timings if t.role == "output")
         return {(key, fmt): size for key, fmt, size in found if size is not None}
+
+    @cached_property
+    def workspace_by_key(self) -> dict[tuple[str, str, str], tuple[int, int]]:
+        """(timing_key, role, format) → bytes of workspace of the role, and of its op's backward pass, where known."""
+        return {
+            (t.timing_key, t.role, t.format): (t.workspace_bytes, t.backward_workspace_bytes or 0)
+            for t in self.timings
+            if t.workspace_bytes is not None
+        }
 
     @cached_property
     def cast_by_pair(self) -> dict[tuple[str, str], CastTiming]:

@@ -47,7 +47,7 @@ TORCH_FROM = 3
 PRIVATE_TORCH = {
     "torch._dynamo": "the recompile and RNN switches, the only door to Dynamo's configuration",
     "torch._ops": "the type of higher-order operators in captured graphs",
-    "torch._C": "the profiler's event tags; the saved-tensor hooks in force; is a backward pass or transform running",
+    "torch._C": "the first profiler's allocations; saved-tensor hooks; is a backward pass or transform running",
     "torch.utils._python_dispatch": "a selective checkpoint counts ops, and the observer's must not be among them",
     "torch.ops.mkldnn._is_mkldnn": "torch has no public question for BF16/FP16 instructions on a CPU",
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from torch import Tensor, fx
 
 from autoprec.calibration.structure import TensorMeta, TimingCase, tensors_of
 from autoprec.devices import CastTiming, Device, NoKernel, OpTiming
+from autoprec.execution.measuring import workspace_bytes
 from autoprec.graphs import OpClass, Role
 from autoprec.numerics.dtypes import dtype_of, native_formats
 from autoprec.numerics.gemm import conv, grouped_linear, linear, matmul
@@ -121,9 +123,13 @@ def time_ops(cases: Mapping[str, TimingCase], formats: Iterable[str], device: De
 
 
 def _candidates(case: TimingCase, formats: Iterable[str]) -> tuple[str, ...]:
+    if case.op.inplace is not None:
+        return ()
+    if case.op.op_class is OpClass.WIDE and not case.op.kind.startswith("hop."):
+        return ("fp32",)  # nothing to decide, but its seconds and its workspace count
     decided = case.op.op_class in (OpClass.GEMM, OpClass.POINTWISE, OpClass.NORM)
-    if not decided or case.op.inplace is not None:
-        return ()  # nothing to decide: its seconds are the same in every plan
+    if not decided:
+        return ()
     return ("fp32",) if case.op.pinned else tuple(dict.fromkeys(("fp32", *formats)))
 
 
@@ -131,19 +137,23 @@ def _time_case(
     key: str, case: TimingCase, formats: Sequence[str], device_type: str
 ) -> tuple[list[OpTiming], list[NoKernel]]:
     runs: dict[tuple[Role, str], Callable[[], object]] = {}
-    private: dict[tuple[Role, str], int] = {}
+    found: dict[str, _Runs] = {}
     lacking: list[NoKernel] = []
     for fmt in formats:
         try:
-            found, private[(Role.OUTPUT, fmt)] = _role_runs(case, fmt, device_type)
-            for run in found.values():
+            found[fmt] = _role_runs(case, fmt, device_type)
+            for run in found[fmt].runs.values():
                 run()
-        except RuntimeError as error:  # torch's only sign of a missing kernel; its words become the plan's reason
-            if fmt == "fp32" or isinstance(error, torch.OutOfMemoryError):
+        except (RuntimeError, ValueError, IndexError) as error:
+            # torch's only sign of a missing kernel; its words become the plan's reason
+            if case.op.op_class is OpClass.WIDE:
+                return [], []  # it does not take made-up values; nothing is decided for it
+            if fmt == "fp32" or isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
                 raise
+            found.pop(fmt, None)
             lacking.append(NoKernel(timing_key=key, format=fmt, reason=str(error).partition("\n")[0][:200]))
             continue
-        for role, run in found.items():
+        for role, run in found[fmt].runs.items():
             runs[(role, fmt)] = run
     seconds = _rounds(runs, torch.device(device_type))
     timings = [
@@ -152,7 +162,9 @@ def _time_case(
             role=role.value,
             format=fmt,
             seconds=_significant(taken, seconds.get((role, "fp32"), taken)),
-            private_saved_bytes=private.get((role, fmt)),
+            private_saved_bytes=found[fmt].private_bytes if role is Role.OUTPUT else None,
+            workspace_bytes=found[fmt].workspace.get(role),
+            backward_workspace_bytes=found[fmt].backward_workspace if role is Role.OUTPUT else None,
         )
         for (role, fmt), taken in seconds.items()
     ]
@@ -164,9 +176,20 @@ def _significant(seconds: float, fp32: float) -> float:
     return fp32 if abs(seconds - fp32) <= _NOISE_FRAC * fp32 else seconds
 
 
-def _role_runs(case: TimingCase, fmt: str, device_type: str) -> tuple[dict[Role, Callable[[], object]], int]:
-    """What to time for each role, and the bytes that the op keeps privately. Ops that are not products with a parameter
-    have one role: forward and backward together."""
+@dataclass(frozen=True, kw_only=True)
+class _Runs:
+    """What to time for each role of an op in one format, the bytes that it keeps privately, and its workspace by role.
+
+    Ops that are not products with a parameter have one role, forward and backward together, and `backward_workspace`.
+    """
+
+    runs: dict[Role, Callable[[], object]]
+    private_bytes: int
+    workspace: dict[Role, int]
+    backward_workspace: int = 0
+
+
+def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
     forward, leaves, given = _callable(case, fmt, device_type)
 
     def without_graph() -> None:
@@ -184,26 +207,44 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> tuple[dict[Role,
         y = forward()
     known = {t.untyped_storage().data_ptr() for t in (*given, *tensors_of(y))}
     private = sum(size for pointer, size in kept.items() if pointer not in known)
+    device = torch.device(device_type)
+    with torch.enable_grad():
+        held = {Role.OUTPUT: workspace_bytes(forward, device)}
     if not (isinstance(y, Tensor) and y.requires_grad):
-        return {Role.OUTPUT: without_graph}, private
+        return _Runs(runs={Role.OUTPUT: without_graph}, private_bytes=private, workspace=held)
     g = torch.randn(y.shape, device=y.device).to(y.dtype)
 
-    def backward(wanted: Sequence[Tensor]) -> Callable[[], object]:
+    def backward(y: Tensor, wanted: Sequence[Tensor]) -> Callable[[], object]:
         live = [t for t in wanted if t.requires_grad]
         if not live:
             return lambda: None
         return lambda: torch.autograd.grad(y, live, g, retain_graph=True, allow_unused=True)
 
+    def backward_alone(wanted: Sequence[Tensor]) -> Callable[[], object]:
+        """Of a graph in which nothing else takes a gradient: an autograd.Function makes every one that was ever
+        wanted."""
+        others = [t for t in leaves if t.requires_grad and not any(t is w for w in wanted)]
+        for t in others:
+            t.requires_grad_(False)
+        with torch.enable_grad():
+            alone = forward()
+        run = backward(alone, wanted)
+        for t in others:
+            t.requires_grad_()
+        return run
+
     if case.op.gemm is not None:
         x, *parameters = leaves
         roles = {
             Role.OUTPUT: without_graph,
-            Role.GRAD_INPUT: backward([x]),
-            Role.GRAD_WEIGHT: backward(parameters),
+            Role.GRAD_INPUT: backward_alone([x]),
+            Role.GRAD_WEIGHT: backward_alone(parameters),
         }
-        return roles, private
-    whole = backward(leaves)
-    return {Role.OUTPUT: lambda: (without_graph(), whole())}, private
+        held |= {role: workspace_bytes(roles[role], device) for role in (Role.GRAD_INPUT, Role.GRAD_WEIGHT)}
+        return _Runs(runs=roles, private_bytes=private, workspace=held)
+    whole = backward(y, leaves)
+    runs: dict[Role, Callable[[], object]] = {Role.OUTPUT: lambda: (without_graph(), whole())}
+    return _Runs(runs=runs, private_bytes=private, workspace=held, backward_workspace=workspace_bytes(whole, device))
 
 
 def _callable(case: TimingCase, fmt: str, device_type: str) -> tuple[Callable[[], Any], list[Tensor], list[Tensor]]:
@@ -241,8 +282,8 @@ def _callable(case: TimingCase, fmt: str, device_type: str) -> tuple[Callable[[]
             if op.kind in GROUPED:
                 offs = _even(named["offs"], x.shape[0])
                 return lambda: grouped_linear(x, w, offs, None, spec), leaves, given
-            weight = w.t() if op.gemm.transposed else w
-            return lambda: linear(x, weight, b, None, spec), leaves, given
+            transposed = op.gemm.transposed
+            return lambda: linear(x, w.t() if transposed else w, b, None, spec), leaves, given
         own = {id(named["input"]): x}
         if op.kind in GROUPED:
             own[id(named["offs"])] = _even(named["offs"], x.shape[0])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Seconds", "held_bytes", "peak_bytes", "saved_bytes", "step_seconds"]
+__all__ = ["Seconds", "held_bytes", "peak_bytes", "saved_bytes", "step_seconds", "workspace_bytes"]
 
 
 def saved_bytes(forward: Callable[[], Tensor], exclude: Iterable[Tensor]) -> int:
@@ -48,7 +48,7 @@ def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    return max(0, *itertools.accumulate(_allocations(step)[1]))
+    return _highest(_allocations(step)[1])
 
 
 def held_bytes(forward: Callable[[], object]) -> int:
@@ -60,19 +60,40 @@ def held_bytes(forward: Callable[[], object]) -> int:
     return sum(sizes)
 
 
-def _allocations(run: Callable[[], object]) -> tuple[object, list[int]]:
-    """What `run` returns, and its CPU allocations (negative: releases) in the order of time."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+def workspace_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Bytes that `run` holds for a moment at its peak, beside what its result and what belongs to it go on holding."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         result = run()
-    # The timeline of allocations is only reachable through the event tree.
-    stack = list(profile.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
-    events = []
-    while stack:
-        event = stack.pop()
-        stack.extend(event.children)
-        if event.tag == torch._C._profiler._EventType.Allocation:
-            events.append((event.start_time_ns, event.extra_fields.alloc_size))
-    return result, [size for _, size in sorted(events, key=lambda e: e[0])]
+        torch.cuda.synchronize(device)
+        kept = torch.cuda.memory_allocated(device) - before
+        del result
+        return max(0, torch.cuda.max_memory_allocated(device) - before - max(0, kept))
+    _, sizes = _allocations(run)
+    return max(0, _highest(sizes) - max(0, sum(sizes)))
+
+
+def _highest(sizes: Iterable[int]) -> int:
+    """The largest of the running sums, at least 0."""
+    return max(itertools.accumulate(sizes, initial=0))
+
+
+def _allocations(run: Callable[[], object]) -> tuple[object, list[int]]:
+    """What `run` returns, and its CPU allocations (negative: releases) in the order of time.
+
+    Through torch's first profiler: the newer one writes to stderr, and gives allocations only in a tree of events.
+    """
+    state, plain = torch.autograd.ProfilerState.CPU, torch._C._profiler._ExperimentalConfig()
+    torch._C._autograd._enable_profiler_legacy(
+        torch.autograd.ProfilerConfig(state, False, True, False, False, False, plain)
+    )
+    try:
+        result = run()
+    finally:
+        threads = torch._C._autograd._disable_profiler_legacy()
+    return result, [e.cpu_memory_usage() for events in threads for e in events if e.kind() == "memory_alloc"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,15 @@ DEVICE = {
     "native": ["fp32", "bf16"],
     "source": "measured",
     "timings": [
-        {"timing_key": "linear[8, 8]", "role": role, "format": fmt, "seconds": 1.25e-6, "private_saved_bytes": 64}
+        {
+            "timing_key": "linear[8, 8]",
+            "role": role,
+            "format": fmt,
+            "seconds": 1.25e-6,
+            "private_saved_bytes": 64,
+            "workspace_bytes": 32,
+            "backward_workspace_bytes": 16,
+        }
         for role in schemas.ROLES
         for fmt in ("fp32", "bf16")
     ],

@@ -133,6 +133,8 @@ DEVICE = mapping(
         mapping(
             {"timing_key": TEXT, "role": one_of(ROLES), "format": one_of(FORMATS), "seconds": AMOUNT},
             private_saved_bytes=maybe(COUNT),
+            workspace_bytes=maybe(COUNT),
+            backward_workspace_bytes=maybe(COUNT),
         )
     ),
     casts=items(
