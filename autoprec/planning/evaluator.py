@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Self
 
+from autoprec.graphs import Role
 from autoprec.planning.values import (
     Choice,
     Evaluation,
@@ -66,13 +67,18 @@ class Step:
         for moment, kept_from, size in p.private:
             self.hold(f"statistics of {p.ops[moment]}", kept_from, p.backward(moment), size)
             self.saved += size if kept_from == moment else 0
+        for moment, size in p.workspace:
+            self.hold(f"workspace of {p.op_at(moment)}", moment, moment, size)
 
     def unit(self, index: int) -> None:
         """Seconds, workspace and private bytes of one role of an op."""
         unit, k = self.problem.units[index], self.options[index]
         self.seconds += unit.seconds[k]
-        if unit.workspace[k]:
-            self.hold(f"weights of {unit.op}", unit.moment, unit.moment, unit.workspace[k])
+        if unit.role is Role.OUTPUT:
+            self.hold(f"workspace of {unit.op}", unit.moment, unit.moment, unit.workspace[k])
+        if unit.backward_workspace:
+            then = self.problem.backward(unit.moment)
+            self.hold(f"workspace of {unit.op}", then, then, unit.backward_workspace[k])
         if unit.kept:
             first = unit.moment if unit.kept_from is None else unit.kept_from
             self.hold(f"statistics of {unit.op}", first, self.problem.backward(unit.moment), unit.kept[k])
@@ -109,9 +115,23 @@ class Step:
             self.saved += sum(t.bytes_in(f) for f in {self.format(u.unit) for u in t.savers if u.kept_from is None})
         for (f, begin), end in last.items():
             self.hold(t.id, begin, end, t.bytes_in(f))
-        if t.gradient_from is not None:
-            size = t.numel * bytes_of(born)
-            self.hold(f"gradient of {t.id}", p.backward(t.gradient_from), p.backward(t.birth), size)
+        self.gradients(t, born)
+
+    def gradients(self, t: PlanTensor, born: str) -> None:
+        """The gradient of one tensor: in each format in which it is read, from the last reader there until its
+        birth, where it is cast to the format that it was born in. What a further reader sends is added to what is
+        there, and the gradient of a slice is one of the whole."""
+        p, what = self.problem, f"gradient of {t.id}"
+        last = {self.format(use.unit): p.backward(use.moment) for use in t.gradient_readers}
+        if last:
+            last.setdefault(born, p.backward(t.birth))
+        for f, first in last.items():
+            self.hold(what, first, p.backward(t.birth), t.numel * bytes_of(f))
+        for use in t.gradient_readers[:-1]:
+            then = p.backward(use.moment)
+            self.hold(f"sum of the {what}", then, then, t.numel * bytes_of(self.format(use.unit)))
+        for moment in t.slices:
+            self.hold(f"slice of the {what}", p.backward(moment), p.backward(moment), t.numel * bytes_of(born))
 
     def store(self, t: PlanTensor, storage: str) -> None:
         """The narrow copy of one tensor, what is made of it in the backward pass (but for GEMMs), and the masks of the
@@ -139,6 +159,9 @@ class Step:
         p = self.problem
         moment = p.backward(gemm.moment)
         made, h, g = (self.format(u) for u in (gemm.output, gemm.grad_input, gemm.grad_weight))
+        units, options = p.units, self.options
+        own = (units[u].workspace[options[u]] for u in (gemm.grad_input, gemm.grad_weight))
+        self.hold(f"workspace of {gemm.op}", moment, moment, max(own))  # one gradient is made after the other
         casts: list[tuple[str, str, int, int]] = []
         wanted = ({h} if gemm.has_grad_input else set()) | ({g} if gemm.has_grad_weight else set())
         for f in sorted(wanted - {made}):

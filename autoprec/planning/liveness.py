@@ -49,10 +49,24 @@ def demands(problem: Problem, moment: int) -> Iterator[Demand]:
         stored = tuple((f, size) for f in t.storages if (size := _stored_size(problem, t, f, moment)))
         if stored:
             yield Demand(tensor=i, stored=stored)
-        until = problem.backward(t.birth)
-        if t.gradient_from is not None and problem.backward(t.gradient_from) <= moment <= until:
-            sizes = tuple((f, t.numel * bytes_of(f)) for f in _formats(problem, t.born))
-            yield Demand(tensor=i, sizes=sizes, always=(t.born,))
+        yield from _gradients(problem, i, t, moment)
+
+
+def _gradients(problem: Problem, index: int, t: PlanTensor, moment: int) -> Iterator[Demand]:
+    def copies(units: tuple[int | None, ...]) -> Demand:
+        formats = dict.fromkeys(f for u in units for f in _formats(problem, u))
+        return Demand(tensor=index, sizes=tuple((f, t.numel * bytes_of(f)) for f in formats), always=units)
+
+    until = problem.backward(t.birth)
+    sent = [use.unit for use in t.gradient_readers if problem.backward(use.moment) <= moment <= until]
+    if sent:
+        yield copies(tuple(dict.fromkeys([*sent, t.born] if moment == until else sent)))
+    for use in t.gradient_readers[:-1]:
+        if problem.backward(use.moment) == moment:
+            yield copies((use.unit,))
+    for view in t.slices:
+        if problem.backward(view) == moment:
+            yield copies((t.born,))
 
 
 def _stored_size(problem: Problem, t: PlanTensor, storage: str, moment: int) -> int:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.sparse import csr_array
 
+from autoprec.graphs import Role
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
 from autoprec.planning.liveness import demands
 from autoprec.planning.values import Choice, Gemm, PlanTensor, Problem, Unit, bytes_of
@@ -375,13 +376,20 @@ class Program:
         """Bytes held at a moment, without the fixed ones."""
         p = self.problem
         total = Linear(float(sum(size for m, first, size in p.private if first <= moment <= p.backward(m))))
+        total.constant += sum(size for m, size in p.workspace if m == moment)
         for unit, options in zip(p.units, self.y, strict=True):
-            if unit.moment == moment:
+            if unit.backward_workspace and p.backward(unit.moment) == moment:
+                for k, size in zip(options, unit.backward_workspace, strict=True):
+                    total.add(k, float(size))
+            if unit.role is Role.OUTPUT and unit.moment == moment:
                 for k, size in zip(options, unit.workspace, strict=True):
                     total.add(k, float(size))
             if unit.kept and (unit.kept_from or unit.moment) <= moment <= p.backward(unit.moment):
                 for k, size in zip(options, unit.kept, strict=True):
                     total.add(k, float(size))
+        for gemm in p.gemms:
+            if p.backward(gemm.moment) == moment:
+                total.add(*self._larger_workspace(gemm.grad_input, gemm.grad_weight))
         for at, expression, size in self.workspace:
             if at == moment:
                 total.add(expression, float(size))
@@ -396,6 +404,17 @@ class Program:
             for f, size in demand.sizes:
                 total.add(self._live[key][f], float(size))
         return total
+
+    def _larger_workspace(self, *units: int) -> tuple[int, float]:
+        """A variable, and the bytes that it is a share of: the larger workspace of the units."""
+        most = float(max(max(self.problem.units[u].workspace) for u in units))
+        larger = self.variable(0.0)
+        for u in units:
+            own = Linear()
+            for k, size in zip(self.y[u], self.problem.units[u].workspace, strict=True):
+                own.add(k, size / most if most else 0.0)
+            self.at_least(larger, own)
+        return larger, most
 
     # In and out
 

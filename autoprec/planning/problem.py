@@ -15,6 +15,7 @@ What the planner assumes, and the rewriter does:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 from autoprec.devices import Device
@@ -161,6 +162,7 @@ class _Builder:
             constant_seconds=constant,
             fixed_bytes=fixed_bytes(graph),
             private=private,
+            workspace=tuple(self._fixed_workspace()),
             loss_limit=loss_limit,
             budget_bytes=budget_bytes,
             objective=policy.objective,
@@ -168,6 +170,16 @@ class _Builder:
             bytes_scale=float(saved or 1),
             loss_scale=loss_limit or loss_total or 1.0,
         )
+
+    def _fixed_workspace(self) -> Iterator[tuple[int, int]]:
+        """(moment, bytes) of ops without a decision."""
+        for i, op in enumerate(self.graph.ops):
+            found = None if decides(op, self.graph) else self.device.workspace_by_key.get(
+                (op.timing_key, Role.OUTPUT, "fp32")
+            )  # fmt: skip
+            if found is not None:
+                then = 2 * len(self.graph.ops) - 1 - i
+                yield from ((m, size) for m, size in ((i, found[0]), (then, found[1])) if size)
 
     def _check_casts(self, storages: set[str]) -> None:
         formats = sorted({"fp32"} | {f for u in self.units for f in u.options})
@@ -195,7 +207,7 @@ class _Builder:
                    if t in self.graph.tensor_by_id] if op.op_class is OpClass.GEMM else []  # fmt: skip
         if role is not Role.OUTPUT:
             weights = weights[:1]
-        seconds, workspace = [], []
+        seconds, workspace, backward_workspace = [], [], []
         for f in options.formats:
             own = self._seconds(op, role, f) if options.needed else 0.0
             if options.needed and role is Role.GRAD_INPUT:
@@ -203,7 +215,9 @@ class _Builder:
             if options.needed and role is Role.GRAD_WEIGHT:
                 own += sum(self.device.cast_seconds(f, "fp32", n) for n in weights)
             seconds.append(own)
-            workspace.append(self._workspace(op, f, sum(weights)) if f != "fp32" and options.needed else 0)
+            now, then = self._workspace(options, f, sum(weights)) if options.needed else (0, 0)
+            workspace.append(now)
+            backward_workspace.append(then)
         kept = tuple(self._private_bytes(op, f) for f in options.formats) if role is Role.OUTPUT else ()
         return Unit(
             op=op.id,
@@ -211,6 +225,7 @@ class _Builder:
             options=tuple(options.formats),
             seconds=tuple(seconds),
             workspace=tuple(workspace),
+            backward_workspace=tuple(backward_workspace) if any(backward_workspace) else (),
             moment=i if role is Role.OUTPUT else 2 * len(self.graph.ops) - 1 - i,
             kept=kept if any(kept) else (),
             kept_from=self._made_again(op.checkpoints),
@@ -219,17 +234,25 @@ class _Builder:
             needed=options.needed,
         )
 
-    def _workspace(self, op: Op, format_name: str, weights: int) -> int:
-        """Bytes held while a role of a GEMM runs in a narrow format: the casts of its weights; where the device does
-        not compute in the format, also the operands upcast to FP32 and the product before it is rounded."""
-        if op.op_class is not OpClass.GEMM or op.kind == "scaled_dot_product_attention":
-            return 0
+    def _workspace(self, options: Options, format_name: str, weights: int) -> tuple[int, int]:
+        """Bytes held while a role runs in a format, and in the backward pass of an op with one role: as measured, and
+        where the device was not asked, by what is known to be cast.
+
+        A narrow product holds the casts of its weights; where the device does not compute in the format, also the
+        operands upcast to FP32 and the product before it is rounded.
+        """
+        op, role = options.op, options.role
+        measured = self.device.workspace_by_key.get((op.timing_key, role, format_name))
+        if measured is not None:
+            return measured
+        if op.op_class is not OpClass.GEMM or op.kind == "scaled_dot_product_attention" or format_name == "fp32":
+            return 0, 0
         size = weights * bytes_of(format_name)
         if format_name not in self.device.native:
             specs = [self.graph.tensor_by_id[t] for t in (*op.inputs, *op.outputs)]
             activations = sum(t.numel for t in specs if t.is_float32 and t.kind is not TensorKind.PARAMETER)
             size += 4 * (weights + activations)
-        return size
+        return size, 0
 
     def _private_bytes(self, op: Op, format_name: str) -> int:
         """Bytes of its own that an op keeps in a format; as calibrated where the device was not asked."""
@@ -312,6 +335,7 @@ class _Builder:
         first = min((u.moment for u in (*readers, *savers)), default=0)
         requires_grad = any(t.requires_grad for t in members)
         histogram = self.prices.values(root)
+        readers_back, slices = self._gradient_readers(members) if activation else ((), ())
         kept = self.stores.of(root) if activation and spec.is_float32 else Keeping()
         weight_of_gemm = spec.kind is TensorKind.PARAMETER and any(
             f"param:{w}" == root for op in self.gemm_of for w in self.graph.op_by_id[op].weights
@@ -332,7 +356,8 @@ class _Builder:
             gemms=kept.gemms,
             others=kept.others,
             masks=kept.masks,
-            gradient_from=self._gradient_from(members) if activation else None,
+            gradient_readers=readers_back,
+            slices=slices,
             casts_back=requires_grad and not weight_of_gemm,
             runs=1 + len(self._path(root)),
             loss_noise=tuple((f.name, e) for f in NARROW if (e := self.prices.loss_noise(root, f)) > 0.0),
@@ -344,18 +369,29 @@ class _Builder:
             ),
         )  # fmt: skip
 
-    def _gradient_from(self, members: list[TensorSpec]) -> int | None:
-        found = []
+    def _gradient_readers(self, members: list[TensorSpec]) -> tuple[tuple[Use, ...], tuple[int, ...]]:
+        """(readers that send a gradient, moments of views of a part), in forward order."""
+        graph, readers, slices = self.graph, dict[Use, None](), []
+        whole = members[0].numel
         for t in members:
             if not (t.requires_grad and t.is_float32):
                 continue
             if t.is_output:
-                found.append(len(self.graph.ops) - 1)
-            for reader in self.graph.readers.get(t.id, ()):
-                op = self.graph.op_by_id[reader]
-                if any(self.graph.tensor_by_id[o].requires_grad for o in op.outputs):
-                    found.append(self.moment[reader])
-        return max(found, default=None)
+                readers[Use(moment=len(graph.ops) - 1, unit=None)] = None
+            for reader in graph.readers.get(t.id, ()):
+                op, moment = graph.op_by_id[reader], self.moment[reader]
+                if not any(graph.tensor_by_id[o].requires_grad for o in op.outputs):
+                    continue
+                unit = self.unit_of.get((op.id, Role.OUTPUT))
+                if self.roots.is_view(op):
+                    unit = self._born(self.roots.root_of[t.id])
+                    shares = [o for o in op.outputs if o not in self.roots.copied_from]
+                    if shares and sum(graph.tensor_by_id[o].numel for o in shares) < whole:
+                        slices.append(moment)
+                    if shares:
+                        continue  # the gradient of a view is one of the tensor, sent by the readers of the view
+                readers[Use(moment=moment, unit=unit)] = None
+        return tuple(sorted(readers, key=lambda use: use.moment)), tuple(slices)
 
     # Weights
 

@@ -47,7 +47,9 @@ class Unit:
         op, role: whose format it is.
         options: formats to choose from, widest first; never empty.
         seconds: time of the role by option, over all calls, casts of weights inside it included.
-        workspace: bytes held only while it runs (narrow copies of weights, narrow weight gradients), by option.
+        workspace: bytes held only while it runs (casts of weights, kernels' buffers), by option. Of the two gradient
+            roles of a GEMM, which run one after the other, the larger one counts.
+        backward_workspace: the same in the backward pass of an op whose only unit it is; empty for none.
         moment: the moment (forward or backward) at which it runs.
         kept: bytes of its own (statistics, masks) that it keeps for its backward, by option; empty for none.
         kept_from: as in `Use`.
@@ -62,6 +64,7 @@ class Unit:
     seconds: tuple[float, ...]
     workspace: tuple[int, ...]
     moment: int
+    backward_workspace: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
     kept_from: int | None = None
     dropped: tuple[tuple[str, str], ...] = ()
@@ -126,7 +129,8 @@ class PlanTensor:
         gemms: the GEMMs that keep it.
         others: the other ops that keep it.
         masks: moments of those that keep one bit per element instead (ReLU).
-        gradient_from: moment of the last reader that sends a gradient; None if its gradient costs no bytes.
+        gradient_readers: readers that send a gradient, in forward order; none if its gradient costs no bytes.
+        slices: moments of the views that show a part of it, and send a gradient of the whole.
         casts_back: whether each cast of it casts a gradient in the backward pass.
         runs: how often a step makes it, and casts it: once more for each activation checkpoint around it.
         loss_noise: by format, E(δL)² per step of rounding it.
@@ -148,7 +152,8 @@ class PlanTensor:
     gemms: tuple[int, ...] = ()
     others: tuple[Saver, ...] = ()
     masks: tuple[int, ...] = ()
-    gradient_from: int | None = None
+    gradient_readers: tuple[Use, ...] = ()
+    slices: tuple[int, ...] = ()
     casts_back: bool = False
     runs: int = 1
     loss_noise: tuple[tuple[str, float], ...] = ()
@@ -251,6 +256,7 @@ class Problem:
         fixed_bytes: parameters, gradients, optimizer state and inputs.
         private: of ops without a decision, (moment, kept from, bytes): held from the second moment until the backward
             moment of the first.
+        workspace: (moment, bytes) held only at that moment, whatever the choice.
         loss_limit: E(δL)² allowed, or None.
         budget_bytes: largest peak allowed, or None.
         objective: what is minimised first.
@@ -269,6 +275,7 @@ class Problem:
     constant_seconds: float
     fixed_bytes: int
     private: tuple[tuple[int, int, int], ...]
+    workspace: tuple[tuple[int, int], ...]
     loss_limit: float | None
     budget_bytes: int | None
     objective: Literal["time", "bytes"]
@@ -282,8 +289,11 @@ class Problem:
 
     def moment_name(self, moment: int) -> str:
         """A moment for people: "forward of blocks.0:linear#0"."""
-        n = len(self.ops)
-        return f"forward of {self.ops[moment]}" if moment < n else f"backward of {self.ops[2 * n - 1 - moment]}"
+        return f"{'forward' if moment < len(self.ops) else 'backward'} of {self.op_at(moment)}"
+
+    def op_at(self, moment: int) -> str:
+        """The op that runs, forward or backward, at a moment."""
+        return self.ops[moment] if moment < len(self.ops) else self.ops[2 * len(self.ops) - 1 - moment]
 
     @cached_property
     def _cast_by_pair(self) -> dict[tuple[str, str], CastTiming]:
