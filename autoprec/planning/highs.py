@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
+import highspy
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from autoprec.errors import SolverError
 from autoprec.planning.evaluator import evaluate
@@ -20,6 +22,8 @@ _ROUNDS = 500
 #: Proposals that break a row by less than the solver's tolerance are forbidden one by one this often; after that the
 #: budget's rows are tightened by two millionths.
 _FORBIDDEN = 25
+#: Of the objective, which is a share of 10,000: as fine as feasibility is.
+_ABSOLUTE_GAP = 1e-6
 #: Nodes of a search that need not end with the optimum.
 _NODES = 100
 
@@ -30,31 +34,69 @@ class _Answer:
     bound: float
 
 
-def _run(program: Program, cost: list[float], gap: float, nodes: int | None = _NODES) -> _Answer | None:
-    """One call of HiGHS; None if infeasible; `SolverError` for an end without a choice and a bound.
+@dataclass(frozen=True)
+class _End:
+    """How a search ended: HiGHS's word for it, the best point found, its objective, and the proven bound."""
 
-    A search that has found a choice stops after `nodes` nodes: the last tenths of a percent can take hours. (Seconds
+    status: str
+    x: npt.NDArray[np.float64] | None = None
+    objective: float = math.inf
+    bound: float = -math.inf
+
+
+def _run(program: Program, cost: list[float], gap: float, offset: float = 0.0) -> _Answer | None:
+    """One call of HiGHS; None if infeasible; `SolverError` for an end without a choice and a bound. `offset` is what
+    the objective holds beside the variables: the gap is relative to both together.
+
+    A search that has found a choice stops after `_NODES` nodes: the last tenths of a percent can take hours. (Seconds
     would make the plan depend on the machine's load.)
     """
     if not cost:
         broken = any(floor > 0.0 for floor in program.floors)
         return None if broken else _Answer(x=np.zeros(0), bound=0.0)
-    result = milp(
-        np.asarray(cost),
-        integrality=np.asarray(program.integer),
-        bounds=Bounds(np.zeros(len(cost)), np.asarray(program.upper)),
-        constraints=LinearConstraint(program.matrix(), np.asarray(program.floors), np.inf),
-        options={"mip_rel_gap": gap} if nodes is None else {"mip_rel_gap": gap, "node_limit": nodes},
-    )
-    if result.status == 2:
+    end = _search(program, cost, gap, offset, _NODES)
+    if end.status == "Infeasible":
         return None
-    stopped = nodes is not None and "Solution limit" in str(result.message)  # scipy has no status for it
-    if stopped and (result.x is None or gap == 0.0):
-        return _run(program, cost, gap, None)
-    if (result.status != 0 and not stopped) or result.x is None:
-        raise SolverError(f"HiGHS ended without a proven answer (status {result.status}: {result.message})")
-    bound = result.mip_dual_bound if result.mip_dual_bound is not None else result.fun
-    return _Answer(x=np.asarray(result.x, np.float64), bound=min(float(bound), float(result.fun)))
+    if end.status == "Solution limit reached" and (end.x is None or gap == 0.0):
+        end = _search(program, cost, gap, offset, None)
+    if end.status not in ("Optimal", "Solution limit reached") or end.x is None:
+        raise SolverError(f"HiGHS ended without a proven answer ({end.status})")
+    return _Answer(x=end.x, bound=min(end.bound, end.objective))
+
+
+def _search(program: Program, cost: list[float], gap: float, offset: float, nodes: int | None) -> _End:
+    """HiGHS itself; on one thread, so that the answer does not depend on how many there are."""
+    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    options: dict[str, Any] = {
+        "output_flag": False,
+        "threads": 1,
+        "parallel": "off",
+        "mip_rel_gap": gap,
+        "mip_abs_gap": _ABSOLUTE_GAP,
+    }
+    for name, value in (options if nodes is None else options | {"mip_max_nodes": nodes}).items():
+        solver.setOptionValue(name, value)
+    matrix = program.matrix().tocsc()
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = len(cost), len(program.floors)
+    model.col_cost_, model.offset_ = np.asarray(cost), offset
+    model.col_lower_, model.col_upper_ = np.zeros(len(cost)), np.asarray(program.upper)
+    model.row_lower_, model.row_upper_ = np.asarray(program.floors), np.full(len(program.floors), np.inf)
+    model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+    model.a_matrix_.start_, model.a_matrix_.index_, model.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data
+    model.integrality_ = [highspy.HighsVarType(kind) for kind in _integrality(program)]
+    solver.passModel(model)
+    solver.run()
+    status, info = solver.modelStatusToString(solver.getModelStatus()), solver.getInfo()
+    if not math.isfinite(info.objective_function_value) or not solver.getSolution().value_valid:
+        return _End(status)
+    objective = info.objective_function_value - offset
+    bound = info.mip_dual_bound - offset if any(program.integer) else objective
+    return _End(status, np.asarray(solver.getSolution().col_value, np.float64), objective, bound)
+
+
+def _integrality(program: Program) -> list[int]:
+    return program.integer
 
 
 class _Liveness:
@@ -127,7 +169,7 @@ def solve(problem: Problem, *, relative_gap: float = 0.0) -> Solution | None:
             liveness.add_peaks(found, budget)
     seen: set[Choice] = set()
     for _ in range(_ROUNDS):
-        answer = _run(program, program.cost, relative_gap)
+        answer = _run(program, program.cost, relative_gap, program.offset)
         if answer is None:
             return None
         choice = program.choice(answer.x)

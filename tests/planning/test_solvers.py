@@ -152,10 +152,7 @@ def let_brute_force_overlook_choices(monkeypatch):
 
 
 def let_highs_halve_decisions(monkeypatch):
-    def relaxed(cost, *, integrality, **rest):
-        return milp(cost, integrality=np.zeros_like(integrality), **rest)
-
-    monkeypatch.setattr(highs, "milp", relaxed)
+    monkeypatch.setattr(highs, "_integrality", lambda program: [0] * len(program.integer))
 
 
 def forget_upstream_variance(monkeypatch):
@@ -253,11 +250,8 @@ def test_lazy_rows_are_needed(monkeypatch):
 
 
 def test_an_unproven_end_is_an_error(monkeypatch):
-    class Ended:
-        status, message, x, fun, mip_dual_bound = 4, "who knows", None, None, None
-
-    monkeypatch.setattr(highs, "milp", lambda *a, **k: Ended())
-    with pytest.raises(SolverError, match="status 4: who knows"):
+    monkeypatch.setattr(highs, "_search", lambda *a: highs._End("Who knows"))
+    with pytest.raises(SolverError, match="without a proven answer .Who knows."):
         highs.solve(random_case(0).problem())
 
 
