@@ -174,12 +174,16 @@ class _Builder:
     def _fixed_workspace(self) -> Iterator[tuple[int, int]]:
         """(moment, bytes) of ops without a decision."""
         for i, op in enumerate(self.graph.ops):
-            found = None if decides(op, self.graph) else self.device.workspace_by_key.get(
-                (op.timing_key, Role.OUTPUT, "fp32")
-            )  # fmt: skip
-            if found is not None:
-                then = 2 * len(self.graph.ops) - 1 - i
-                yield from ((m, size) for m, size in ((i, found[0]), (then, found[1])) if size)
+            if decides(op, self.graph):
+                continue
+            now, then = self.device.workspace_by_key.get((op.timing_key, Role.OUTPUT, "fp32"), (0, 0))
+            then += self._weight_gradients(op)
+            yield from ((m, size) for m, size in ((i, now), (2 * len(self.graph.ops) - 1 - i, then)) if size)
+
+    def _weight_gradients(self, op: Op) -> int:
+        """Bytes of the FP32 gradients of its parameters: made beside those that are there, and added to them."""
+        specs = [self.graph.tensor_by_id.get(f"param:{w}") for w in op.weights]
+        return sum(4 * spec.numel for spec in specs if spec is not None and spec.requires_grad)
 
     def _check_casts(self, storages: set[str]) -> None:
         formats = sorted({"fp32"} | {f for u in self.units for f in u.options})
@@ -216,8 +220,9 @@ class _Builder:
                 own += sum(self.device.cast_seconds(f, "fp32", n) for n in weights)
             seconds.append(own)
             now, then = self._workspace(options, f, sum(weights)) if options.needed else (0, 0)
-            workspace.append(now)
-            backward_workspace.append(then)
+            made = self._weight_gradients(op)
+            workspace.append(now + (made if role is Role.GRAD_WEIGHT and options.needed else 0))
+            backward_workspace.append(then + (made if len(op.roles) == 1 else 0))
         kept = tuple(self._private_bytes(op, f) for f in options.formats) if role is Role.OUTPUT else ()
         return Unit(
             op=op.id,
