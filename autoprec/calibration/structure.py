@@ -57,6 +57,7 @@ class StructureRecorder:
         self._ops: dict[str, _Kept] = {}
         self._tensors: dict[str, TensorSpec] = {}
         self._owner_of_storage: dict[int, str] = {}
+        self._same_as: dict[str, str | None] = {}
         self._parameters: set[int] = set()
         self._pending: list[Tensor] = []
         self.cases: dict[str, TimingCase] = {}
@@ -120,9 +121,12 @@ class StructureRecorder:
         values = [v for v in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(v, Tensor)]
         base = op.inputs[0][1] if op.inputs and (op.op_class is OpClass.VIEW or op.inplace is not None) else None
         for tensor_id, y in zip(op.outputs, values, strict=False):
-            shares = base is not None and any(_pointer(y) == _pointer(x) for x in tensors_of(arguments))
+            given = any(_pointer(y) == _pointer(x) for x in tensors_of(arguments))
+            shares = base is not None and given
             self._tensor(tensor_id, y, TensorKind.ACTIVATION, base if shares else None)
-            if not shares:
+            if given and base is None:  # a cast that casts nothing gives its argument back
+                self._same_as.setdefault(tensor_id, self._owner_of_storage.get(_pointer(y)))
+            elif not shares:
                 self._owner_of_storage[_pointer(y)] = tensor_id
         if op.kind == FUNCTION:  # what its forward body saves, no hook sees
             self._pending = [x for x in tensors_of(arguments) if x.is_floating_point()]
@@ -152,11 +156,13 @@ class StructureRecorder:
 
     def _shares(self, tensor_id: str, owner: str | None) -> bool:
         current: str | None = tensor_id
-        while current is not None:
+        passed: set[str] = set()
+        while current is not None and current not in passed:
             if current == owner:
                 return True
+            passed.add(current)
             spec = self._tensors.get(current)
-            current = spec.base if spec is not None else None
+            current = spec.base if spec is not None and spec.base is not None else self._same_as.get(current)
         return False
 
     def graph(

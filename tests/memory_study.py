@@ -1,0 +1,163 @@
+"""Predicted against measured peak bytes of a training step. `python -m tests.memory_study` prints the table.
+
+Measured at the allocator: the highest of a forward and backward pass above what was held before, with gradients that
+are there already (as when they accumulate), so that it is the part of the step that precision can change. Predicted is
+the plan's peak without parameters, gradients, optimizer state and inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoprec
+from autoprec.execution.measuring import peak_bytes
+from autoprec.planning.problem import fixed_bytes
+from autoprec.serial import load_policy
+from tests.models import Transformer, language_loss
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+class Residual(nn.Module):
+    """A convolutional network with batch norm and skip connections."""
+
+    def __init__(self, channels: int = 32, depth: int = 4) -> None:
+        super().__init__()
+        self.stem, self.first = nn.Conv2d(3, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        convs = [nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2 * depth)]
+        self.convs = nn.ModuleList(convs)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(2 * depth))
+        self.head = nn.Linear(channels, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(self.stem(x)))
+        for i in range(0, len(self.convs), 2):
+            y = F.relu(self.norms[i](self.convs[i](x)))
+            x = F.relu(x + self.norms[i + 1](self.convs[i + 1](y)))
+        return self.head(x.mean((2, 3)))
+
+
+class Recurrent(nn.Module):
+    """An LSTM between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm = nn.Embedding(256, 64), nn.LSTM(64, 128, batch_first=True)
+        self.up, self.head = nn.Linear(128, 512), nn.Linear(512, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(F.gelu(self.up(self.lstm(self.embed(tokens))[0])))
+
+
+def labels_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def labelled(*shape: int) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(shape), torch.randint(0, 10, shape[:1])) for _ in range(3)]
+
+
+def tokens(*shape: int) -> list[Tensor]:
+    return [torch.randint(0, 256, shape) for _ in range(3)]
+
+
+def mlp() -> nn.Module:
+    layers: list[nn.Module] = [nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.GELU()]
+    return nn.Sequential(*layers, nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+
+
+#: Name → model, batches, loss.
+WORKLOADS: dict[str, Callable[[], tuple[nn.Module, Sequence[Any], Loss]]] = {
+    "transformer": lambda: (Transformer(width=128, depth=4, vocabulary=256), tokens(16, 65), language_loss),
+    "convolutions": lambda: (Residual(), labelled(16, 3, 32, 32), labels_loss),
+    "mlp": lambda: (mlp(), labelled(2048, 64), labels_loss),
+    "recurrent": lambda: (Recurrent(), tokens(16, 65), next_token_loss),
+}
+
+#: Name → policy, budget.
+PLANS: dict[str, tuple[str, str | None]] = {"fp32": ("safe", None), "bf16": ("bf16", None), "60 %": ("balanced", "60%")}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes beyond parameters, gradients, optimizer state and inputs; None where no plan fits the budget."""
+
+    workload: str
+    plan: str
+    predicted: int | None
+    measured: int | None
+    budget: int | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Predicted over measured."""
+        return self.predicted / self.measured if self.predicted and self.measured else None
+
+
+def peak_of(name: str, plan: str) -> Peak:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, batches, loss = WORKLOADS[name]()
+    chosen, budget = PLANS[plan]
+    policy = load_policy(chosen).replaced(calibration={"steps": 3})
+    if plan == "fp32":
+        policy = policy.replaced(formats=("fp32",), rules=())
+    model = copy.deepcopy(model)
+    try:
+        autoprec.compile(model, policy=policy, budget=budget, batches=batches, loss_fn=loss, events=None)
+    except autoprec.InfeasibleError:
+        return Peak(name, plan, None, None)
+    session = autoprec.session(model)
+    assert session.plan is not None and session.plan.predicted is not None and session.graph is not None
+
+    def step() -> None:
+        loss(model, batches[0]).backward()
+
+    step()
+    step()
+    measured = peak_bytes(step, torch.device("cpu"))
+    fixed, limit = fixed_bytes(session.graph), session.plan.budget_bytes
+    return Peak(
+        workload=name,
+        plan=plan,
+        predicted=session.plan.predicted.peak_bytes - fixed,
+        measured=measured,
+        budget=None if limit is None else limit - fixed,
+    )
+
+
+def peaks(names: Sequence[str]) -> Iterator[Peak]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for name in names:
+            for plan in PLANS:
+                yield peak_of(name, plan)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def main() -> None:
+    print("workload      plan   predicted MB  measured MB  predicted/measured  measured/budget")
+    for p in peaks(sys.argv[1:] or list(WORKLOADS)):
+        if p.predicted is None or p.measured is None:
+            print(f"{p.workload:13} {p.plan:6} no plan fits")
+            continue
+        kept = f"{p.measured / p.budget:16.3f}" if p.budget else ""
+        print(f"{p.workload:13} {p.plan:6} {p.predicted / 1e6:12.3f} {p.measured / 1e6:12.3f} {p.ratio:19.3f} {kept}")
+
+
+if __name__ == "__main__":
+    main()
