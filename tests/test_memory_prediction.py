@@ -44,11 +44,11 @@ def test_workspace_is_what_is_held_for_a_moment() -> None:
     """A temporary of 4 kB; the result, and what autograd keeps for it, are not workspace."""
     x = torch.randn(1000, requires_grad=True)
     assert 4000 <= workspace_bytes(lambda: (x + 1.0).sum(), CPU) < 4100  # and the number 1.0
-    assert workspace_bytes(lambda: x * 2.0, CPU) == 0
-    assert workspace_bytes(lambda: torch.exp(x).sin(), CPU) == 0  # both are kept
+    assert workspace_bytes(lambda: x * 2.0, CPU) < 100
+    assert workspace_bytes(lambda: torch.exp(x).sin(), CPU) < 100  # both are kept
     assert workspace_bytes(lambda: None, CPU) == 0
     with torch.no_grad():
-        assert workspace_bytes(lambda: torch.exp(x).sin(), CPU) == 4000
+        assert 4000 <= workspace_bytes(lambda: torch.exp(x).sin(), CPU) < 4100
 
 
 def test_measuring_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
