@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import highspy
@@ -22,6 +22,8 @@ _ROUNDS = 500
 #: Proposals that break a row by less than the solver's tolerance are forbidden one by one this often; after that the
 #: budget's rows are tightened by two millionths.
 _FORBIDDEN = 25
+#: While rows are still being added for moments that break the budget.
+_LOOSE_GAP = 5e-3
 #: Of the objective, which is a share of 10,000: as fine as feasibility is.
 _ABSOLUTE_GAP = 1e-6
 #: Nodes of a search that need not end with the optimum.
@@ -168,15 +170,23 @@ def solve(problem: Problem, *, relative_gap: float = 0.0) -> Solution | None:
         for found in seeds:
             liveness.add_peaks(found, budget)
     seen: set[Choice] = set()
+    best: Solution | None = None
+    gap = relative_gap if liveness is None else max(relative_gap, _LOOSE_GAP)
     for _ in range(_ROUNDS):
-        answer = _run(program, program.cost, relative_gap, program.offset)
+        answer = _run(program, program.cost, gap, program.offset)
         if answer is None:
-            return None
+            return best
         choice = program.choice(answer.x)
         found = evaluate(problem, choice)
         if found.feasible:
-            bound = (answer.bound + program.offset) / OBJECTIVE_SCALE
-            return Solution(choice=choice, evaluation=found, bound=min(bound, found.objective))
+            bound = min((answer.bound + program.offset) / OBJECTIVE_SCALE, found.objective)
+            if best is None or found.objective < best.evaluation.objective:
+                best = Solution(choice=choice, evaluation=found, bound=bound)
+            best = replace(best, bound=max(best.bound, min(bound, best.evaluation.objective)))
+            if gap == relative_gap or best.gap <= relative_gap:
+                return best
+            gap = relative_gap
+            continue
         if liveness is not None and budget is not None and liveness.add_peaks(found, budget):
             continue
         if choice in seen:

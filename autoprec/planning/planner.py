@@ -27,7 +27,7 @@ __all__ = ["fp32_totals", "make_plan", "plan_from_choice", "resolve_budget"]
 
 
 #: Up to this many decisions a plan is proven optimal; beyond, proven within `_LARGE_GAP`.
-_EXACT_DECISIONS = 120
+_EXACT_DECISIONS = 60
 _LARGE_GAP = 1e-3
 
 

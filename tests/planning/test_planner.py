@@ -17,7 +17,7 @@ from autoprec.errors import DeviceError, InfeasibleError, ProfileError
 from autoprec.formats import BF16, FP8_E4M3, FP16
 from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind, TensorSpec
 from autoprec.planning import brute_force
-from autoprec.planning.evaluator import evaluate
+from autoprec.planning.evaluator import Step, evaluate
 from autoprec.planning.noise import current_scale_log2, error_energy, saturates_by_design
 from autoprec.planning.planner import fp32_totals, make_plan, resolve_budget
 from autoprec.planning.pricing import fp16_gradient_scale_log2
@@ -322,8 +322,31 @@ def test_peak_bytes_by_hand():
     # Backward, loss: kept relu, b, gelu, c; gradients of the loss (4 bytes) and of c.
     assert found.bytes_at[6] - fixed == 4 * t + t + 4
     assert found.saved_bytes == 4 * t
-    # Backward of a: its gradient alone.
-    assert found.bytes_at[11] - fixed == t
+    # Backward of a: its gradient, and the one of its weight, which is added to the one that is there.
+    assert found.bytes_at[11] - fixed == t + 4 * 4 * 4
+
+
+def test_gradients_are_held_in_the_formats_in_which_they_are_sent():
+    """Linear a in BF16, read by an FP32 product and by itself through a slice: its gradient, counted on paper."""
+    make = Maker(np.random.default_rng(0), calm=True)
+    x = make.tensor("input:x", (8, 4), kind=TensorKind.INPUT, grad=False)
+    a = make.linear(x, 4, fqn="a")
+    part = make.op("narrow", OpClass.VIEW, (a,), (8, 2), base=a)
+    b = make.op("softmax", OpClass.WIDE, (part,), (8, 2))
+    c = make.op("gelu", OpClass.POINTWISE, (a,), (8, 4))
+    graph = make.graph(make.op("cross_entropy", OpClass.WIDE, (b, c), (1,)))
+    problem = Case(graph, make.profile(graph), modelled_device(graph), policy(("fp32", "bf16"))).problem()
+    choice = uniform_choice(problem, "bf16")
+    held = Step(problem, choice)
+    held.gradients(problem.tensors[problem.tensor_index[a]], "bf16")
+    n = 8 * 4
+    # Moments: linear 0, narrow 1, softmax 2, gelu 3, loss 4; backward in the opposite order, 5 to 9.
+    assert sorted(held.held) == sorted([
+        (f"gradient of {a}", 6, 9, 2 * n),  # gelu sends BF16
+        (f"gradient of {a}", 7, 9, 4 * n),  # softmax sends FP32, until it is cast
+        (f"sum of the gradient of {a}", 7, 7, 4 * n),
+        (f"slice of the gradient of {a}", 8, 8, 2 * n),
+    ])  # fmt: skip
 
 
 def test_missing_timings_and_foreign_profiles_are_named():
