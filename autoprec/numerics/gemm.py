@@ -122,6 +122,12 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     return a @ b
 
 
+def _input_gradient(spec: GemmSpec, grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A function of its own, so that what it makes on the way is gone when the weight's gradient is made."""
+    product = spec.gradient(grad, spec.grad_input) @ spec.operand(weight, spec.grad_input)
+    return spec.product(product, spec.grad_input).to(dtype)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -146,8 +152,7 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_w = grad_b = None
         flat = rows_of(grad)
         if ctx.needs_input_grad[0]:
-            product = spec.gradient(flat, spec.grad_input) @ spec.operand(weight, spec.grad_input)
-            grad_x = spec.product(product, spec.grad_input).to(ctx.x_dtype).view(*grad.shape[:-1], weight.shape[1])
+            grad_x = _input_gradient(spec, flat, weight, ctx.x_dtype).view(*grad.shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[1]:
             x = spec.operand(_saved_input(ctx, first, second, spec.grad_weight), spec.grad_weight)
             product = _wide_product(spec.gradient(flat, spec.grad_weight).t(), rows_of(x))
