@@ -1,7 +1,7 @@
 """All campaigns over what torch itself tests.
 
 `python -m tests.campaigns [--samples N]` runs the first N samples of each op and module (0 for all), every optimizer,
-and every op through planning, and ends with exit code 1 if a law is broken.
+and every op through planning and with narrow storages, and ends with exit code 1 if a law is broken.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.campaigns import modules, ops, optimizers, planning
+from tests.campaigns import modules, ops, optimizers, planning, storages
 
 
 def main() -> int:
@@ -22,6 +22,7 @@ def main() -> int:
         ("modules", modules.main, samples),
         ("optimizers", optimizers.main, []),
         ("planning", planning.main, []),
+        ("storages", storages.main, []),
     ):
         print(f"== {name}", flush=True)
         code |= run(arguments)
