@@ -1,4 +1,5 @@
-"""Predicted against measured peak bytes of a training step. `python -m tests.memory_study` prints the table.
+"""Predicted against measured peak bytes of a training step. `python -m tests.memory_study [NAME ...]` prints the table;
+names are those below, or those of `tests.hf.architectures`.
 
 Measured at the allocator: the highest of a forward and backward pass above what was held before, with gradients that
 are there already (as when they accumulate), so that it is the part of the step that precision can change. Predicted is
@@ -90,6 +91,16 @@ WORKLOADS: dict[str, Callable[[], tuple[nn.Module, Sequence[Any], Loss]]] = {
 PLANS: dict[str, tuple[str, str | None]] = {"fp32": ("safe", None), "bf16": ("bf16", None), "60 %": ("balanced", "60%")}
 
 
+def architecture(name: str) -> tuple[nn.Module, Sequence[Any], Loss]:
+    """A model from transformers."""
+    from tests.hf.architectures import quietly
+    from tests.hf.catalog import ARCHITECTURES
+
+    quietly()
+    found = next(a for a in ARCHITECTURES if a.name == name)
+    return found.make().train(), [found.batch(seed) for seed in range(3)], found.loss
+
+
 @dataclass(frozen=True)
 class Peak:
     """Bytes beyond parameters, gradients, optimizer state and inputs; None where no plan fits the budget."""
@@ -109,7 +120,7 @@ class Peak:
 def peak_of(name: str, plan: str) -> Peak:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model, batches, loss = WORKLOADS[name]()
+    model, batches, loss = WORKLOADS[name]() if name in WORKLOADS else architecture(name)
     chosen, budget = PLANS[plan]
     policy = load_policy(chosen).replaced(calibration={"steps": 3})
     if plan == "fp32":

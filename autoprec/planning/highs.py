@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from autoprec.errors import SolverError
 from autoprec.planning.evaluator import evaluate
-from autoprec.planning.milp import OBJECTIVE_SCALE, Linear, Program
+from autoprec.planning.linear import Linear
+from autoprec.planning.milp import OBJECTIVE_SCALE, Program
 from autoprec.planning.uniform import uniform_choice
 from autoprec.planning.values import Choice, Evaluation, Problem, Solution
 

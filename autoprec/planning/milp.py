@@ -23,10 +23,11 @@ from scipy.sparse import csr_array
 
 from autoprec.graphs import Role
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
+from autoprec.planning.linear import Linear
 from autoprec.planning.liveness import demands
 from autoprec.planning.values import Choice, Gemm, PlanTensor, Problem, Unit, bytes_of
 
-__all__ = ["OBJECTIVE_SCALE", "Linear", "Program"]
+__all__ = ["OBJECTIVE_SCALE", "Program"]
 
 OBJECTIVE_SCALE = 1e4
 
@@ -35,24 +36,6 @@ _CAP = 2.0
 
 
 _DemandKey = tuple[tuple[tuple[str, int], ...], tuple[int | None, ...], tuple[int | None, ...], int]
-
-
-class Linear:
-    """Σ coefficient·variable + constant."""
-
-    def __init__(self, constant: float = 0.0) -> None:
-        self.terms: dict[int, float] = {}
-        self.constant = constant
-
-    def add(self, other: Linear | int, factor: float = 1.0) -> Linear:
-        """Add a variable (by number) or another expression, times `factor`."""
-        if isinstance(other, int):
-            self.terms[other] = self.terms.get(other, 0.0) + factor
-        else:
-            for k, v in other.terms.items():
-                self.terms[k] = self.terms.get(k, 0.0) + factor * v
-            self.constant += factor * other.constant
-        return self
 
 
 class Program:

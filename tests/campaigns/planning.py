@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 import autoprec
+from autoprec.plans import Plan
 from tests.campaigns import report
 from tests.campaigns.ops import OpModule, named_ops, outcome, same, samples_of
 from tests.campaigns.report import Tally, quietly
@@ -42,34 +44,54 @@ class PlanTally(Tally):
         return f"{self.ops} runs, {self.narrow} planned narrow"
 
 
-def check(name: str, module: OpModule, fmt: str, tally: PlanTally) -> None:
-    """Two observed steps and two planned ones."""
+@dataclass(frozen=True)
+class Planned:
+    """What an op gave without us, and in each step; and the plan that the last of them ran under."""
+
+    expected: list[Tensor | None]
+    steps: list[list[Tensor | None]]
+    plan: Plan | None
+
+
+def run_planned(name: str, module: OpModule, policy: autoprec.Policy, steps: int, tally: Tally) -> Planned | None:
+    """The op through calibration, planning and planned steps; None where it does not say the same twice without us, has
+    no gradient, or is refused. What it raises is broken."""
     try:
         expected, again = outcome(module, module), outcome(module, module)
     except Exception:  # the op itself raises
-        return
+        return None
     if same(expected, again) or not any(p.grad is not None for p in module.parameters()):
-        return
+        return None
     torch._dynamo.reset()
-    autoprec.compile(module, policy=policy(fmt), events=None)
+    autoprec.compile(module, policy=policy, events=None)
     session = autoprec.session(module)
-    tally.ops += 1
+    found: list[list[Tensor | None]] = []
     try:
-        for step in range(4):
-            found = outcome(module, module)
-            difference = same(expected, found)
-            if step < 2 and difference:
-                tally.broken.append(f"{name}: {fmt}: observed: {difference}")
-            if [getattr(x, "dtype", None) for x in expected] != [getattr(x, "dtype", None) for x in found]:
-                tally.broken.append(f"{name}: {fmt}: a dtype changed at the boundary")
+        for _ in range(steps):
+            found.append(outcome(module, module))
             session.step()
     except autoprec.NotCapturedError:
         tally.left_out["refused as not captured"] += 1
     except Exception as error:
-        tally.broken.append(f"{name}: {fmt} raises {type(error).__name__}: {str(error).splitlines()[0][:120]}")
+        what = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        tally.broken.append(f"{name}: {policy.name} raises {what}")
     plan = session.plan
-    tally.narrow += plan is not None and any(a.format == fmt for a in plan.assignments)
     autoprec.unwrap(module)
+    return Planned(expected, found, plan)
+
+
+def check(name: str, module: OpModule, fmt: str, tally: PlanTally) -> None:
+    """Two observed steps and two planned ones."""
+    ran = run_planned(name, module, policy(fmt), 4, tally)
+    if ran is None:
+        return
+    tally.ops += 1
+    for step, found in enumerate(ran.steps):
+        if step < 2 and (difference := same(ran.expected, found)):
+            tally.broken.append(f"{name}: {fmt}: observed: {difference}")
+        if [getattr(x, "dtype", None) for x in ran.expected] != [getattr(x, "dtype", None) for x in found]:
+            tally.broken.append(f"{name}: {fmt}: a dtype changed at the boundary")
+    tally.narrow += ran.plan is not None and any(a.format == fmt for a in ran.plan.assignments)
 
 
 def campaign(names: Sequence[str], *, every: int = 1) -> PlanTally:

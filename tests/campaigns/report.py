@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,16 +17,16 @@ __all__ = ["Tally", "main", "quietly"]
 
 
 @dataclass
-class Tally:
+class Tally(ABC):
     """What was counted. `left_out`: why something was not run, and how often; `reasons`: the same by name."""
 
     broken: list[str] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
     reasons: dict[str, str] = field(default_factory=dict)
 
+    @abstractmethod
     def summary(self) -> str:
         """The counts in one line."""
-        raise NotImplementedError
 
 
 @contextmanager

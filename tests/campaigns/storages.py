@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_unflatten
 import autoprec
 from tests.campaigns import report
 from tests.campaigns.ops import OpModule, named_ops, outcome, same, samples_of
+from tests.campaigns.planning import run_planned
 from tests.campaigns.report import Tally, quietly
 
 STORAGES = ("bf16", "fp8_e4m3")
@@ -101,30 +102,12 @@ class StorageTally(Tally):
 
 def check(name: str, module: Behind, storage: str, tally: StorageTally) -> None:
     """Two observed steps, then a planned one against the op differentiated by hand."""
-    try:
-        expected, again = outcome(module, module), outcome(module, module)
-    except Exception:  # the op itself raises
+    ran = run_planned(name, module, policy(storage), 3, tally)
+    if ran is None or len(ran.steps) < 3:
         return
-    if same(expected, again) or not any(p.grad is not None for p in module.parameters()):
-        return
-    torch._dynamo.reset()
-    autoprec.compile(module, policy=policy(storage), events=None)
-    session = autoprec.session(module)
-    try:
-        for _ in range(3):
-            found = outcome(module, module)
-            session.step()
-    except autoprec.NotCapturedError:
-        tally.left_out["refused as not captured"] += 1
-        return
-    except Exception as error:
-        tally.broken.append(f"{name}: {storage} raises {type(error).__name__}: {str(error).splitlines()[0][:120]}")
-        return
-    finally:
-        plan = session.plan
-        autoprec.unwrap(module)
     tally.samples += 1
-    stored = {s.tensor: s.format for s in plan.storages if s.format == storage} if plan else {}
+    expected, found = ran.expected, ran.steps[-1]
+    stored = {s.tensor: s.format for s in ran.plan.storages if s.format == storage} if ran.plan else {}
     if not stored:
         return
     outputs = len(found) - len(module.parameters_)

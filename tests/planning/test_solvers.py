@@ -13,7 +13,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from autoprec.errors import SolverError
 from autoprec.planning import brute_force, evaluator, highs
 from autoprec.planning.evaluator import evaluate
-from autoprec.planning.milp import OBJECTIVE_SCALE, Linear, Program
+from autoprec.planning.linear import Linear
+from autoprec.planning.milp import OBJECTIVE_SCALE, Program
 from autoprec.planning.values import Choice, Problem, Saver
 from tests.planning.planning_cases import Case, random_case
 

@@ -1,0 +1,33 @@
+"""What is timed is what the role costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoprec
+from autoprec.calibration import timing
+from autoprec.graphs import Role
+from autoprec.numerics import gemm
+
+
+def test_each_gradient_of_a_narrow_product_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An autograd.Function makes every gradient that was wanted when its graph was made."""
+    runs: dict[Any, Any] = {}
+    monkeypatch.setattr(timing, "_rounds", lambda each, device: runs.update(each) or dict.fromkeys(each, 1e-6))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    policy = autoprec.Policy(name="p", formats=("fp32", "bf16"), calibration={"steps": 2})
+    batches = [torch.randn(4, 8) for _ in range(2)]
+    autoprec.compile(model, policy=policy, batches=batches, loss_fn=lambda m, x: m(x).square().mean(), events=None)
+    made: list[str] = []
+    for name in ("_input_gradient", "_channel_sums"):
+        function = getattr(gemm, name)
+        monkeypatch.setattr(gemm, name, lambda *a, f=function, n=name: made.append(n) or f(*a))
+    runs[Role.GRAD_INPUT, "bf16"]()
+    assert made == ["_input_gradient"]
+    made.clear()
+    runs[Role.GRAD_WEIGHT, "bf16"]()
+    assert made == ["_channel_sums"]
