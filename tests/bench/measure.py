@@ -1,0 +1,183 @@
+"""What is measured on a workload: plans made from eight batches, run side by side as a user runs them.
+
+A step is forward, loss and backward on one batch, without the optimizer, into gradients that are there already.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Generator, nn
+
+import autoprec
+from autoprec.devices import Device
+from autoprec.errors import InfeasibleError
+from autoprec.execution.measuring import peak_bytes
+from autoprec.planning.problem import fixed_bytes
+from autoprec.planning.proposals import Proposals
+from autoprec.plans import Plan
+from autoprec.serial import load_policy
+from tests.bench.workloads import Workload
+
+__all__ = ["Calibrated", "Live", "calibrate", "one_thread", "run_live"]
+
+BATCHES = 8
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Short ops are timed on one thread: two busy ones show multiples of the scheduler's slice."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def warm(workload: Workload, seed: int = 0) -> tuple[nn.Module, list[Any]]:
+    """The model after its warm steps in FP32, and the batches that follow."""
+    torch.manual_seed(seed)
+    generator = Generator().manual_seed(seed)
+    model = workload.build()
+    optimizer = workload.optimizer(model.parameters())
+    for _ in range(workload.warm_steps):
+        optimizer.zero_grad()
+        workload.loss(model, workload.batch(generator)).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    return model, [workload.batch(generator) for _ in range(BATCHES)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrated:
+    """A warm model, its batches, what calibration saw, and what it took (seconds)."""
+
+    workload: Workload
+    model: nn.Module
+    batches: Sequence[Any]
+    session: Any
+    device: Device
+    plain_seconds: float
+    calibration_seconds: float
+    timing_seconds: float
+
+    def planned(self, policy: str, budget: str | None = None, **changes: Any) -> Plan | None:
+        """The plan that `compile` adopts, tournament and all; None where none fits."""
+        torch._dynamo.reset()
+        model = copy.deepcopy(self.model)
+        chosen = load_policy(policy).replaced(**changes) if changes else policy
+        try:
+            autoprec.compile(
+                model, policy=chosen, budget=budget, batches=self.batches, loss_fn=self.workload.loss,
+                device=self.device, events=None,
+            )  # fmt: skip
+        except InfeasibleError:
+            return None
+        plan = autoprec.session(model).plan
+        autoprec.unwrap(model)
+        return plan
+
+    def proposals(self, policy: str, **changes: Any) -> Proposals:
+        """What the planner proposes from the calibration, nothing run."""
+        from autoprec.planning.planner import propose
+
+        chosen = load_policy(policy).replaced(**changes)
+        return propose(self.session.graph, self.session.profile, self.device, chosen)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Parameters, gradients, optimizer state and inputs."""
+        return fixed_bytes(self.session.graph)
+
+
+def calibrate(workload: Workload) -> Calibrated:
+    """Warm the model, calibrate it on eight batches, and time its ops in every format."""
+    torch._dynamo.reset()
+    model, batches = warm(workload)
+    plain = copy.deepcopy(model)
+    workload.loss(plain, batches[0]).backward()
+    begin = time.perf_counter()
+    for batch in batches:
+        workload.loss(plain, batch).backward()
+    plain_seconds = time.perf_counter() - begin
+    observed = copy.deepcopy(model)
+    policy = load_policy("balanced")
+    autoprec.compile(observed, policy=policy, events=None)
+    session = autoprec.session(observed)
+    workload.loss(observed, batches[0])  # what Dynamo takes to capture is its own
+    begin = time.perf_counter()
+    session.calibrate(batches, workload.loss)
+    calibrated = time.perf_counter()
+    device = session.measure_device()
+    timed = time.perf_counter()
+    return Calibrated(
+        workload=workload,
+        model=model,
+        batches=batches,
+        session=session,
+        device=device,
+        plain_seconds=plain_seconds,
+        calibration_seconds=calibrated - begin,
+        timing_seconds=timed - calibrated,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """A contestant's step: median seconds, median ratio to the first contestant of the same round, the ratio's
+    quartiles, and peak bytes beyond what was held before."""
+
+    seconds: float
+    ratio: float
+    spread: tuple[float, float]
+    peak_bytes: int
+
+
+#: Contestants that are torch's own.
+PLAIN, AUTOCAST = "torch fp32", "torch autocast bf16"
+
+
+def run_live(found: Calibrated, plans: Mapping[str, Plan | None], *, rounds: int = 7) -> dict[str, Live]:
+    """Every contestant's step, in turn. None as a plan is torch without us: `PLAIN` or `AUTOCAST`."""
+    torch._dynamo.reset()
+    models: dict[str, nn.Module] = {}
+    for name, plan in plans.items():
+        models[name] = copy.deepcopy(found.model)
+        if plan is not None:
+            autoprec.compile(models[name], plan=plan, events=None)
+
+    def step(name: str, batch: Any) -> None:
+        with torch.autocast("cpu", torch.bfloat16) if name == AUTOCAST else nullcontext():
+            loss = found.workload.loss(models[name], batch)
+        loss.backward()
+
+    taken: dict[str, list[float]] = {name: [] for name in models}
+    for name in models:
+        step(name, found.batches[0])
+        step(name, found.batches[0])
+    for k in range(rounds):
+        for name in models:
+            begin = time.perf_counter()
+            step(name, found.batches[k % len(found.batches)])
+            taken[name].append(time.perf_counter() - begin)
+    peaks = {n: peak_bytes(lambda n=n: step(n, found.batches[0]), torch.device("cpu")) for n in models}
+    first = next(iter(taken.values()))
+    results = {}
+    for name, seconds in taken.items():
+        ratios = [a / b for a, b in zip(seconds, first, strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4)
+        results[name] = Live(
+            seconds=statistics.median(seconds),
+            ratio=statistics.median(ratios),
+            spread=(low, high),
+            peak_bytes=peaks[name],
+        )
+    return results
