@@ -11,7 +11,17 @@ from autoprec.errors import PlanError
 from autoprec.formats import COMPUTE_FORMATS, STORAGE_FORMATS
 from autoprec.graphs import Role
 
-__all__ = ["AS_IS", "Assignment", "Event", "Plan", "Region", "Storage", "Totals"]
+__all__ = [
+    "AS_IS",
+    "Assignment",
+    "Contestant",
+    "Event",
+    "Measurement",
+    "Plan",
+    "Region",
+    "Storage",
+    "Totals",
+]
 
 #: A saved tensor that is kept in the format in which it was read.
 AS_IS = "as_is"
@@ -80,6 +90,50 @@ class Totals:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What a plan cost when the last calibration step was replayed under it, forward and backward.
+
+    Attributes:
+        seconds: median.
+        ratio: median over rounds of its seconds to those of the first contestant in the same round.
+        peak_bytes: at the allocator, with what a step holds whatever the plan.
+        loss_change: Σ gradient · (output − output in FP32) over the outputs of the model: its loss where it returns
+            that, else to first order; None if FP32 did not run beside it.
+        gradient_ratio: as in `Totals`, of the one replayed step; None if FP32 did not run beside it.
+        failure: why it cannot run, or "".
+    """
+
+    seconds: float = 0.0
+    ratio: float = 1.0
+    peak_bytes: int = 0
+    loss_change: float | None = None
+    gradient_ratio: float | None = None
+    failure: str = ""
+
+    def __post_init__(self) -> None:
+        check_amount(self.seconds, "seconds", PlanError, "seconds")
+        check_amount(self.ratio, "ratio", PlanError, "ratio")
+        check_amount(self.peak_bytes, "peak_bytes", PlanError, "peak_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """A plan that could have been adopted: "solver", or the name of the one format that it uses where it can.
+
+    `measured` is None where it did not run: its predictions break a limit. `verdict` is "adopted", or why not.
+    """
+
+    name: str
+    formats: tuple[str, ...]
+    predicted: Totals
+    verdict: str
+    measured: Measurement | None = None
+
+    def __post_init__(self) -> None:
+        check_text(self.name, "name", PlanError, "name")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What runs in which format. Ops without an assignment run as the user wrote them, in FP32.
 
@@ -94,6 +148,7 @@ class Plan:
         gap: (objective − proven lower bound) / objective, 0.0 when proven optimal.
         binding: the constraint that holds the plan back, for people.
         policy, graph_fingerprint, device: what it was made from.
+        contestants: it and its rivals, predicted and measured, where they ran on a replayed step.
     """
 
     assignments: tuple[Assignment, ...]
@@ -108,6 +163,7 @@ class Plan:
     policy: str = ""
     graph_fingerprint: str = ""
     device: str = ""
+    contestants: tuple[Contestant, ...] = ()
 
     def __post_init__(self) -> None:
         check_unique([f"{a.op} {a.role}" for a in self.assignments], "the role", PlanError, "assignments")
@@ -115,6 +171,7 @@ class Plan:
         check_unique(self.saturating, "the tensor", PlanError, "saturating")
         check_amount(self.budget_bytes, "budget_bytes", PlanError, "budget_bytes", least=1)
         check_amount(self.gap, "gap", PlanError, "gap")
+        check_unique([c.name for c in self.contestants], "the contestant", PlanError, "contestants")
 
     @cached_property
     def format_of(self) -> dict[tuple[str, Role], str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -10,12 +12,15 @@ from autoprec.calibration.structure import TimingCase
 from autoprec.calibration.timing import measure_casts, time_ops
 from autoprec.devices import Device
 from autoprec.errors import InfeasibleError, InputError
+from autoprec.execution.tournament import Outcome, Tournament
 from autoprec.graphs import OpGraph
 from autoprec.monitoring.judging import Verdict, judge
 from autoprec.observing import Observations
-from autoprec.planning.planner import make_plan
+from autoprec.planning.contest import adopt, runners
+from autoprec.planning.planner import by_prediction, make_plan, propose
 from autoprec.planning.problem import optimizer_bytes
-from autoprec.plans import Assignment, Plan
+from autoprec.planning.proposals import Proposals
+from autoprec.plans import Assignment, Measurement, Plan
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
 
@@ -54,19 +59,52 @@ class Scheduler:
             self.device = time_ops(cases, self.policy.formats, known)
         return self.device
 
-    def first_plan(self, measured_optimizer_bytes: int) -> Plan:
-        """Plan from what calibration recorded. `measured_optimizer_bytes` is 0 where no optimizer was seen: then the
-        policy's name for one counts.
+    def first_plan(self, measured_optimizer_bytes: int, tournament: Tournament) -> Plan:
+        """Plan from what calibration recorded, and let the proposals run against each other.
+        `measured_optimizer_bytes` is 0 where no optimizer was seen: then the policy's name for one counts.
 
         Raises `InputError` if nothing was observed yet, `PolicyError` for a rule that matches nothing,
         `InfeasibleError` if no plan keeps the budgets.
         """
-        device = self.measure_device()
-        _, graph, profile = self._seen()
+        self.measure_device()
+        _, graph, _ = self._seen()
         state = measured_optimizer_bytes or optimizer_bytes(self.policy.optimizer, graph.gradient_bytes)
         graph = self._observed.graph = replace(graph, optimizer_bytes=state)
         self.policy.check_against(graph)
-        return make_plan(graph, profile, device, self.policy, banned=frozenset(self.banned))
+        proposals = self._propose(None)
+        if tournament.empty or (proposals.problem.budget_bytes is None and len(proposals.all) == 1):
+            return by_prediction(proposals)
+        return self._contest(proposals, tournament)
+
+    def _propose(self, budget_bytes: int | None) -> Proposals:
+        _, graph, profile = self._seen()
+        assert self.device is not None
+        banned = frozenset(self.banned)
+        return propose(graph, profile, self.device, self.policy, budget_bytes=budget_bytes, banned=banned)
+
+    def _contest(self, proposals: Proposals, tournament: Tournament) -> Plan:
+        """Run the proposals. Where the solver's plan proves to break the budget, it is made again for as much less."""
+        budget = proposals.problem.budget_bytes
+        measured = _measured(proposals, tournament.run(runners(proposals)))
+        for _ in range(_TIGHTENINGS):
+            excess = _excess_bytes(proposals, measured, budget)
+            if excess <= 0:
+                break
+            assert proposals.problem.budget_bytes is not None
+            try:
+                proposals = self._propose(proposals.problem.budget_bytes - excess)
+            except InfeasibleError:
+                break
+            measured = _measured(proposals, tournament.run(runners(proposals)))
+        plan = adopt(proposals, measured, budget)
+        found, predicted = measured[proposals.best.name], proposals.best.solution.evaluation
+        if not any(c.verdict == "adopted" for c in plan.contestants) and budget is not None:
+            if found.failure or found.peak_bytes > _BUDGET_SLACK * budget:
+                raise InfeasibleError(
+                    f"no plan fits the budget of {budget} bytes: {found.failure or f'{found.peak_bytes} were measured'}"
+                    f" for the one that was predicted to take {predicted.peak_bytes}"
+                )
+        return plan
 
     def unstable(self, plan: Plan, window: Profile) -> tuple[Verdict, ...]:
         """What must leave its format, by the ranges of a window. They are remembered for planning again."""
@@ -91,10 +129,55 @@ class Scheduler:
                 self.policy,
                 budget_bytes=before.budget_bytes,
                 banned=frozenset(self.banned),
+                prefer=next((c.name for c in before.contestants if c.verdict.startswith("adopted")), None),
             )
         except InfeasibleError as error:
             return _without(before, self.banned), f"the promoted ops run in fp32 outside the budgets: {error}"
         return plan, ""
+
+
+#: How often a plan whose measured peak breaks the budget is made again for a smaller one.
+_TIGHTENINGS = 3
+
+#: What a measured peak may be above the budget where no plan does better.
+_BUDGET_SLACK = 1.02
+
+
+def _excess_bytes(proposals: Proposals, measured: Mapping[str, Measurement], budget: int | None) -> int:
+    """By how much the solver's plan breaks the budget."""
+    found = measured[proposals.best.name]
+    return 0 if budget is None or found.failure else found.peak_bytes - budget
+
+
+def _measured(proposals: Proposals, outcomes: Mapping[str, Outcome]) -> dict[str, Measurement]:
+    """Outcomes beside FP32's, in the units of the plan's totals."""
+    plain = outcomes.get("fp32")
+    if plain is None or plain.failure:
+        plain = None
+    return {name: _measurement(proposals, o, plain) for name, o in outcomes.items()}
+
+
+def _measurement(proposals: Proposals, found: Outcome, plain: Outcome | None) -> Measurement:
+    if found.failure:
+        return Measurement(failure=found.failure)
+    change = ratio = None
+    if plain is not None:
+        change = found.output - plain.output
+        weights = proposals.profile.weight_by_fqn
+        squares = [0.0]
+        for row in proposals.problem.rows:
+            a, b = found.gradients.get(row.weight), plain.gradients.get(row.weight)
+            if a is not None and b is not None and (energy := float(b.square().sum())) > 0.0:
+                relative = float((a - b).square().sum()) / energy
+                squares.append(relative * weights[row.weight].energy / row.reference)
+        ratio = math.sqrt(max(squares))
+    return Measurement(
+        seconds=found.seconds,
+        ratio=found.ratio,
+        peak_bytes=proposals.problem.fixed_bytes + found.peak_bytes,
+        loss_change=change,
+        gradient_ratio=ratio,
+    )
 
 
 def cuda_devices(device_type: str) -> list[int]:

@@ -24,6 +24,7 @@ from autoprec.execution.attribution import investigate
 from autoprec.execution.replay import CallRecord, in_backward, keep_gradient, record_call
 from autoprec.execution.slots import Slot
 from autoprec.execution.stepping import StepGuard
+from autoprec.execution.tournament import Tournament
 from autoprec.graphs import OpGraph
 from autoprec.observing import Observations, describe_graph
 from autoprec.plans import Event, Plan
@@ -274,7 +275,6 @@ class Session:
         """Count the step, take its observations, plan at the end of calibration (called by the guard)."""
         self._entered = False
         self.step_was_skipped = bad
-        self._calls.clear()
         if bad:
             self.skipped_steps += 1
             self._bad_in_row += 1
@@ -284,6 +284,7 @@ class Session:
             self._bad_in_row = 0
             self._observed.keep(calibrating=self.calibrating)
             self._plan_or_judge()
+        self._calls.clear()
         if self._bad_in_row >= self.policy.guard.patience_steps:
             raise NonFiniteError(
                 f"{self._bad_in_row} bad steps in a row (guard.patience_steps {self.policy.guard.patience_steps});"
@@ -341,7 +342,8 @@ class Session:
             for v in state.values()
             if isinstance(v, Tensor)
         )
-        plan = self._scheduler.first_plan(state_bytes)
+        tournament = Tournament(self._calls, self._guard.buffers.values(), self._device_type)
+        plan = self._scheduler.first_plan(state_bytes, tournament)
         self._adopt(plan)
         self._event("planned", evidence=f"{', '.join(plan.formats_used()) or 'fp32'}; binding: {plan.binding}")
         return plan

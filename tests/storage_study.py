@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import autoprec
 from autoprec.planning.evaluator import evaluate
-from autoprec.planning.planner import fp32_totals, plan_from_choice
-from autoprec.planning.problem import Problem, build_problem
+from autoprec.planning.planner import propose
+from autoprec.planning.problem import Problem
 from autoprec.planning.uniform import uniform_choice
 from autoprec.planning.values import Solution
 from tests.noise_study import Study, digits_study, language_study, text
@@ -112,8 +112,8 @@ def kept_pairs(
     session.calibrate(study.batches, study.loss)
     session.make_plan()
     graph, profile, device = session.graph, session.profile, session.device
-    problem = build_problem(graph, profile, device, policy)
-    totals = fp32_totals(graph, profile, device, policy)
+    proposals = propose(graph, profile, device, policy)
+    problem = proposals.problem
     plain = uniform_choice(problem, "fp32")
     exact = gradients(study, copy.deepcopy(study.model))
     energy = {n: sum(float(g[n].square().sum()) for g in exact) / batches for n in exact[0]}
@@ -123,7 +123,7 @@ def kept_pairs(
             choice = plain.keeping(t, storage)
             solution = Solution(choice=choice, evaluation=evaluate(problem, choice), bound=0.0)
             rows = dict(zip([r.weight for r in problem.rows], solution.evaluation.rows, strict=True))
-            plan = plan_from_choice(graph, profile, device, policy, problem, solution, totals)
+            plan = proposals.decisions(solution)
             narrow = copy.deepcopy(study.model)
             autoprec.compile(narrow, plan=plan, events=None)
             errors = {n: 0.0 for n in rows}

@@ -6,6 +6,7 @@ outputs. Used to find the first op whose result, or whose gradient, is not finit
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -33,15 +34,20 @@ __all__ = [
 _MASKING = {"masked_fill", "where", "full", "full_like", "new_full", "tril", "triu", "fill", "setitem", "log"}
 
 
+_ticks = itertools.count()
+
+
 @dataclass(eq=False)
 class CallRecord:
-    """One training call of a graph."""
+    """One training call of a graph. `started` and `returned` order the forward and backward passes of a step."""
 
     binding: Binding
     arguments: Sequence[Any]
     rng: Tensor
     cuda_rng: Tensor | None
     output_gradients: dict[int, Tensor] = field(default_factory=dict)
+    started: int = field(default_factory=lambda: next(_ticks))
+    returned: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +67,8 @@ class Offence:
 
 def keep_gradient(record: CallRecord, covered: set[str], parameters: Mapping[Any, str], index: int, g: Tensor) -> None:
     """A gradient enters an output of a captured graph, in the first backward pass through it or in a later one."""
+    if not record.output_gradients:
+        record.returned = next(_ticks)
     record.output_gradients[index] = g
     covered.update(parameters.values())
 
@@ -98,16 +106,33 @@ def shadow(record: CallRecord) -> Iterator[None]:
 
 
 def shadow_arguments(record: CallRecord, buffers: Mapping[int, Tensor]) -> tuple[Any, ...]:
-    """Leaves of the replay's own (no hooks, no `.grad`), buffers as they were at the start of the step."""
+    """Leaves of the replay's own (no hooks, no `.grad`), buffers as they were at the start of the step. Parameters are
+    shared, but for those that the graph writes to."""
+    binding = record.binding
+    written = {binding.template.placeholders.index(node) for node in _written(binding)}
 
-    def copy(x: Any) -> Any:
+    def copy(i: int, x: Any) -> Any:
         if isinstance(x, nn.Parameter) or (isinstance(x, Tensor) and x.requires_grad):
-            return x.detach().requires_grad_(x.requires_grad)
+            own = x.detach().clone() if i in written else x.detach()
+            return own.requires_grad_(x.requires_grad)
         if isinstance(x, Tensor):
             return buffers[id(x)].clone() if id(x) in buffers else x.detach().clone()
         return x
 
-    return tuple(copy(a) for a in record.arguments)
+    return tuple(copy(i, a) for i, a in enumerate(record.arguments))
+
+
+def _written(binding: Binding) -> set[fx.Node]:
+    """Parameters that an in-place op may change: those at the beginning of the chain of its first argument, whatever
+    stands between, because a copy too many does no harm."""
+    found = set()
+    for op in binding.ops:
+        node = op.inplace
+        while node is not None and node.op != "placeholder":
+            node = next(iter(node.all_input_nodes), None)
+        if node in binding.parameters:
+            found.add(node)
+    return found
 
 
 @dataclass

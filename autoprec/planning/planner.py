@@ -12,18 +12,16 @@ from autoprec.graphs import OpGraph
 from autoprec.planning.evaluator import evaluate, holders
 from autoprec.planning.highs import smallest_peak, solve
 from autoprec.planning.polish import polish
-from autoprec.planning.pricing import Prices
 from autoprec.planning.problem import Problem, build_problem, fixed_bytes
-from autoprec.planning.reasons import Reasons, bytes_text, violation_text
-from autoprec.planning.regions import fp16_regions
-from autoprec.planning.roots import resolve_roots
+from autoprec.planning.proposals import Proposals, rivals, totals_of
+from autoprec.planning.reasons import bytes_text, violation_text
 from autoprec.planning.uniform import uniform_choice
-from autoprec.planning.values import Choice, Evaluation, Solution
-from autoprec.plans import AS_IS, Assignment, Plan, Storage, Totals
+from autoprec.planning.values import Choice
+from autoprec.plans import Plan, Totals
 from autoprec.policies import Policy, parse_budget
 from autoprec.profiles import Profile
 
-__all__ = ["fp32_totals", "make_plan", "plan_from_choice", "resolve_budget"]
+__all__ = ["by_prediction", "fp32_totals", "make_plan", "propose", "resolve_budget"]
 
 
 #: Up to this many decisions a plan is proven optimal; beyond, proven within `_LARGE_GAP`.
@@ -43,17 +41,6 @@ class BudgetLike(Protocol):
         """Percent, or None."""
 
 
-def totals_of(found: Evaluation) -> Totals:
-    """The figures of an evaluation that a plan carries."""
-    return Totals(
-        seconds=found.seconds,
-        saved_bytes=found.saved_bytes,
-        peak_bytes=found.peak_bytes,
-        loss_sigma=found.loss_sigma,
-        gradient_ratio=found.gradient_ratio,
-    )
-
-
 def fp32_totals(graph: OpGraph, profile: Profile, device: Device, policy: Policy) -> Totals:
     """Predicted totals of the model as it was written: all FP32, saved tensors as they are."""
     plain = policy.replaced(formats=("fp32",), rules=(), budget=None, storage={"formats": ()})
@@ -71,7 +58,7 @@ def resolve_budget(budget: BudgetLike, graph: OpGraph, fp32: Totals) -> int:
     return fixed + math.floor(budget.percent / 100.0 * (fp32.peak_bytes - fixed))
 
 
-def make_plan(
+def propose(
     graph: OpGraph,
     profile: Profile,
     device: Device,
@@ -80,13 +67,14 @@ def make_plan(
     budget_bytes: int | None = None,
     banned: frozenset[tuple[str, str]] = frozenset(),
     relative_gap: float | None = None,
-) -> Plan:
-    """The best plan that keeps the noise limits and the budget (the policy's, unless `budget_bytes` is given).
+) -> Proposals:
+    """The best choice that keeps the noise limits and the budget (the policy's, unless `budget_bytes` is given), and
+    its rivals.
 
     `banned` holds (op id, format) pairs that proved unstable. `relative_gap` is how far from the proven optimum the
     solver may stop: by default 0 for small models and a thousandth for large ones (timings are not measured more
     finely); the plan carries the gap that was reached. `InfeasibleError` with the smallest feasible budget if there is
-    no such plan.
+    no such choice.
     """
     fp32 = fp32_totals(graph, profile, device, policy)
     if budget_bytes is None and (budget := parse_budget(policy.budget)) is not None:
@@ -98,79 +86,56 @@ def make_plan(
         raise InfeasibleError(_why_infeasible(problem, gap))
     if solution.gap > 0.0:
         solution = polish(problem, solution)
-    earned = _earned(problem, solution) if policy.objective == "time" else solution
-    plan = plan_from_choice(graph, profile, device, policy, problem, earned, fp32)
-    if earned is solution:
-        return plan
-    gain = 1.0 - solution.evaluation.seconds / earned.evaluation.seconds
+    return Proposals(
+        graph=graph,
+        profile=profile,
+        device=device,
+        policy=policy,
+        problem=problem,
+        fp32=fp32,
+        all=rivals(problem, solution, policy.formats),
+    )
+
+
+def make_plan(
+    graph: OpGraph,
+    profile: Profile,
+    device: Device,
+    policy: Policy,
+    *,
+    budget_bytes: int | None = None,
+    banned: frozenset[tuple[str, str]] = frozenset(),
+    relative_gap: float | None = None,
+    prefer: str | None = None,
+) -> Plan:
+    """The plan that is best by prediction alone: the solver's, or all-FP32 where that is as fast within what
+    predictions err by. `prefer` names another proposal (one that proved fastest), taken where it keeps every limit.
+    The rest as for `propose`.
+    """
+    proposals = propose(
+        graph, profile, device, policy, budget_bytes=budget_bytes, banned=banned, relative_gap=relative_gap
+    )
+    return by_prediction(proposals, prefer=prefer)
+
+
+def by_prediction(proposals: Proposals, *, prefer: str | None = None) -> Plan:
+    """The proposal that is best by prediction alone; see `make_plan`."""
+    kept = {p.name: p.solution for p in proposals.all if not p.broken}
+    best, plain = proposals.best.solution, kept.get("fp32")
+    if prefer is not None:
+        return proposals.plan(kept.get(prefer, best))
+    if proposals.policy.objective == "bytes" or plain is None or plain is best:
+        return proposals.plan(best)
+    gain = 1.0 - best.evaluation.seconds / plain.evaluation.seconds
+    if gain > _TIME_ERROR_FRAC:
+        return proposals.plan(best)
     why = f"the fastest plan gains {gain:.1%} of the predicted time, less than predictions err by: fp32 stays"
-    return replace(plan, binding=why)
+    return proposals.plan(plain, why=why)
 
 
 #: A predicted gain below this share of a step's seconds does not count: predicted and measured ratios to FP32 of small
 #: models differed by up to that much (docs/measurements/demo.md).
 _TIME_ERROR_FRAC = 0.05
-
-
-def _earned(problem: Problem, solution: Solution) -> Solution:
-    """The solution, or all-FP32 where that keeps every limit and is as fast within what predictions err by."""
-    choice = uniform_choice(problem, "fp32")
-    plain = evaluate(problem, choice)
-    if not plain.feasible or solution.evaluation.seconds < (1.0 - _TIME_ERROR_FRAC) * plain.seconds:
-        return solution
-    if choice == solution.choice:
-        return solution
-    return Solution(choice=choice, evaluation=plain, bound=solution.bound)
-
-
-def plan_from_choice(
-    graph: OpGraph,
-    profile: Profile,
-    device: Device,
-    policy: Policy,
-    problem: Problem,
-    solution: Solution,
-    fp32: Totals,
-) -> Plan:
-    """A solution of a problem as a `Plan`."""
-    reasons = Reasons(problem, solution)
-    choice = solution.choice
-    assignments = tuple(
-        Assignment(op=u.op, role=u.role, format=u.options[k], reason=why)
-        for u, k, why in zip(problem.units, choice.options, reasons.units, strict=True)
-    )
-    kept = dict(choice.stored)
-    storages = tuple(
-        Storage(tensor=problem.tensors[t].id, format=kept.get(t, AS_IS), reason=why)
-        for t, why in reasons.storages.items()
-    )
-    roots = resolve_roots(graph)
-    prices = Prices(graph, roots, profile, policy)
-    needed = {(u.op, u.role): u.options[k] for u, k in zip(problem.units, choice.options, strict=True) if u.needed}
-    scaled = policy.loss_scaling.mode == "regional"
-    return Plan(
-        assignments=assignments,
-        storages=storages,
-        regions=fp16_regions(graph, roots, prices, needed) if scaled else (),
-        saturating=_saturating(problem, choice),
-        predicted=totals_of(solution.evaluation),
-        predicted_fp32=fp32,
-        budget_bytes=problem.budget_bytes,
-        gap=solution.gap,
-        binding=reasons.binding,
-        policy=policy.name,
-        graph_fingerprint=graph.fingerprint,
-        device=device.name,
-    )
-
-
-def _saturating(problem: Problem, choice: Choice) -> tuple[str, ...]:
-    formats = [u.options[k] for u, k in zip(problem.units, choice.options, strict=True)]
-    return tuple(
-        t.id
-        for t in problem.tensors
-        if any(use.unit is not None and formats[use.unit] in t.saturates for use in t.readers)
-    )
 
 
 def _gap_for(problem: Problem) -> float:

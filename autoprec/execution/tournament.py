@@ -1,0 +1,207 @@
+"""Contestants run on a replayed step with their real lowering: seconds, peak bytes, change of the loss and gradients.
+
+`.grad`, buffers and random state stay bitwise as they were (`execution.replay`). A weight's gradient is dropped as soon
+as it is complete, so that a contestant's peak counts it as what is added to the gradients that are there.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoprec.execution.measuring import peak_bytes
+from autoprec.execution.replay import CallRecord, shadow, shadow_arguments
+from autoprec.plans import Plan
+from autoprec.rewriting.rewrite import rewrite
+
+__all__ = ["Outcome", "Tournament"]
+
+#: Rounds of timing: at least the first number, and more, up to the second, while they take less than the seconds.
+_MIN_ROUNDS, _MAX_ROUNDS, _BUDGET_SECONDS = 4, 12, 4.0
+
+#: Elements of a weight's gradient that are compared.
+_SAMPLE = 1 << 14
+
+#: Elements of an output that are multiplied in float64 at a time.
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one contestant measured.
+
+    Attributes:
+        seconds: median of the replayed forward and backward passes.
+        ratio: median over rounds to the first contestant's seconds of the same round.
+        peak_bytes: above what was held before.
+        output: Σ output · its gradient, over the outputs of the step.
+        gradients: FQN → a sample of the weight's gradient, in FP32.
+        failure: why it cannot run, or "".
+    """
+
+    seconds: float = 0.0
+    ratio: float = 1.0
+    peak_bytes: int = 0
+    output: float = 0.0
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    failure: str = ""
+
+
+class Tournament:
+    """A recorded step, to be run again as often as there are contestants."""
+
+    def __init__(self, calls: Iterable[CallRecord], buffers: Mapping[int, Tensor], device_type: str) -> None:
+        self._calls = _last_batch([c for c in calls if c.output_gradients])
+        self._buffers, self._device = buffers, torch.device(device_type)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no step to replay."""
+        return not self._calls
+
+    def run(self, plans: Mapping[str, Plan]) -> dict[str, Outcome]:
+        """Every plan: once to compare, once for its peak, and in turn with the others for its seconds."""
+        modules: dict[str, list[nn.Module]] = {}
+        outcomes: dict[str, Outcome] = {}
+        for name, plan in plans.items():
+            try:
+                modules[name] = [self._lowered(call, plan) for call in self._calls]
+                outcomes[name] = self._compared(modules[name])
+            except (RuntimeError, NotImplementedError) as error:  # no kernel, or no memory: it cannot be adopted
+                outcomes[name] = Outcome(failure=f"it failed: {str(error).partition(chr(10))[0][:200]}")
+            if outcomes[name].failure:
+                modules.pop(name, None)
+        seconds = self._timed(modules)
+        first = next(iter(seconds.values()), [])
+        for name, taken in seconds.items():
+            found = outcomes[name]
+            outcomes[name] = Outcome(
+                seconds=statistics.median(taken),
+                ratio=statistics.median(a / b for a, b in zip(taken, first, strict=True)),
+                peak_bytes=self._peak(modules[name]),
+                output=found.output,
+                gradients=found.gradients,
+            )
+        return outcomes
+
+    def _lowered(self, call: CallRecord, plan: Plan) -> nn.Module:
+        if plan.is_identity:
+            return call.binding.template.module
+        return rewrite(call.binding, plan, self._device.type).module
+
+    def _timed(self, modules: Mapping[str, Sequence[nn.Module]]) -> dict[str, list[float]]:
+        taken: dict[str, list[float]] = {name: [] for name in modules}
+        rounds, begin = 0, time.perf_counter()
+        while modules and (
+            rounds < _MIN_ROUNDS or (rounds < _MAX_ROUNDS and time.perf_counter() - begin < _BUDGET_SECONDS)
+        ):
+            for name, lowered in modules.items():
+                step = _Replay(self._calls, lowered, self._buffers)
+                self._synchronize()
+                start = time.perf_counter()
+                step.run()
+                self._synchronize()
+                taken[name].append(time.perf_counter() - start)
+            rounds += 1
+        return taken
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _peak(self, lowered: Sequence[nn.Module]) -> int:
+        return peak_bytes(_Replay(self._calls, lowered, self._buffers).run, self._device)
+
+    def _compared(self, lowered: Sequence[nn.Module]) -> Outcome:
+        step = _Replay(self._calls, lowered, self._buffers, look=True)
+        step.run()
+        if step.nonfinite:
+            return Outcome(failure=f"the gradient of {step.nonfinite[0]} is not finite")
+        return Outcome(output=step.output, gradients=step.gradients)
+
+
+def _last_batch(calls: Sequence[CallRecord]) -> list[CallRecord]:
+    """Of several micro-batches, the calls of the last: nothing before them waits for its backward pass any more."""
+    batch: list[CallRecord] = []
+    for call in calls:
+        if batch and call.started > max(c.returned for c in batch):
+            batch = []
+        batch.append(call)
+    return batch
+
+
+class _Replay:
+    """One run of the recorded calls, forward and backward passes in the order in which they ran."""
+
+    def __init__(
+        self,
+        calls: Sequence[CallRecord],
+        lowered: Sequence[nn.Module],
+        buffers: Mapping[int, Tensor],
+        *,
+        look: bool = False,
+    ) -> None:
+        self._calls, self._lowered, self._look = calls, lowered, look
+        self._arguments = [shadow_arguments(call, buffers) for call in calls]
+        self._outputs: dict[int, Sequence[Any]] = {}
+        self.output = 0.0
+        self.gradients: dict[str, Tensor] = {}
+        self.nonfinite: list[str] = []
+        for call, arguments in zip(calls, self._arguments, strict=True):
+            for node, x in zip(call.binding.template.placeholders, arguments, strict=True):
+                if isinstance(x, Tensor) and x.requires_grad:
+                    x.register_post_accumulate_grad_hook(self._sink(call.binding.parameters.get(node, "")))
+
+    def _sink(self, fqn: str) -> Any:
+        def take(leaf: Tensor) -> None:
+            g, leaf.grad = leaf.grad, None
+            if not self._look or not fqn or g is None:
+                return
+            g = g.detach()
+            if not bool(g.isfinite().all()):
+                self.nonfinite.append(fqn)
+            flat = g.reshape(-1)[:: max(1, -(-g.numel() // _SAMPLE))].float()
+            self.gradients[fqn] = self.gradients[fqn] + flat if fqn in self.gradients else flat.clone()
+
+        return take
+
+    def run(self) -> None:
+        """Forward and backward."""
+        order = [(call.started, i, True) for i, call in enumerate(self._calls)]
+        order += [(call.returned, i, False) for i, call in enumerate(self._calls)]
+        for _, i, forward in sorted(order):
+            if forward:
+                self._forward(i)
+            else:
+                self._backward(i)
+
+    def _forward(self, i: int) -> None:
+        with shadow(self._calls[i]), torch.enable_grad():
+            outputs = self._lowered[i](*self._arguments[i])
+        self._outputs[i] = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+
+    def _backward(self, i: int) -> None:
+        outputs = self._outputs.pop(i)
+        pairs = [(outputs[k], g) for k, g in self._calls[i].output_gradients.items() if outputs[k].requires_grad]
+        del outputs
+        if self._look:
+            self.output += sum(_product(y.detach(), g) for y, g in pairs)
+        if not pairs:
+            return
+        with shadow(self._calls[i]):
+            # A copy, because in a step the gradient is made in it.
+            torch.autograd.backward([y for y, _ in pairs], [g.to(y.dtype, copy=True) for y, g in pairs])
+
+
+def _product(y: Tensor, g: Tensor) -> float:
+    """Σ y · g in float64."""
+    a, b = y.reshape(-1), g.reshape(-1)
+    return sum(
+        float(torch.dot(a[k : k + _CHUNK].double(), b[k : k + _CHUNK].double())) for k in range(0, a.numel(), _CHUNK)
+    )

@@ -1,0 +1,88 @@
+"""Which proposal is adopted, by what each of them measured on a replayed step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autoprec.planning.proposals import SOLVER, Proposal, Proposals, totals_of
+from autoprec.planning.reasons import bytes_text, seconds_text
+from autoprec.plans import Contestant, Measurement, Plan
+
+__all__ = ["adopt", "runners"]
+
+#: Contestants within this share of the fastest are as fast: medians of few rounds on a quiet machine differ by less.
+_TIE_FRAC = 0.01
+
+
+def runners(proposals: Proposals) -> dict[str, Plan]:
+    """The plans that run, FP32 first: those whose predictions keep every limit."""
+    kept = [p for p in proposals.all if not p.broken]
+    return {p.name: proposals.decisions(p.solution) for p in sorted(kept, key=_simplest)}
+
+
+def adopt(proposals: Proposals, measured: Mapping[str, Measurement], budget_bytes: int | None) -> Plan:
+    """The fastest that keeps the budget; of equally fast ones FP32, then another uniform one. With the objective
+    "bytes", the solver's plan, and another one only where that cannot run or breaks the budget.
+
+    The plan carries every contestant. Where none is fit, the solver's plan stands by its predictions, and its verdict
+    says what it breaks. `budget_bytes` is the one that counts; the proposals may have been made for a smaller one.
+    """
+    unfit = {p.name: p.broken or _unfit(measured.get(p.name), budget_bytes) for p in proposals.all}
+    fit = [p for p in sorted(proposals.all, key=_simplest) if not unfit[p.name]]
+    winner = _winner(proposals, fit, measured)
+    own = measured.get(winner.name)
+
+    def verdict(p: Proposal) -> str:
+        if p is winner:
+            return "adopted" + (f", although {unfit[p.name]}" if unfit[p.name] else "")
+        if unfit[p.name] or own is None:
+            return unfit[p.name]
+        if proposals.policy.objective == "bytes":
+            return "keeps more bytes"
+        slower = measured[p.name].ratio / own.ratio - 1.0
+        return f"{slower:.1%} slower" if slower > _TIE_FRAC else f"as fast within {_TIE_FRAC:.0%}, and less simple"
+
+    contestants = tuple(
+        Contestant(
+            name=p.name,
+            formats=proposals.decisions(p.solution).formats_used(),
+            predicted=totals_of(p.solution.evaluation),
+            verdict=verdict(p),
+            measured=measured.get(p.name),
+        )
+        for p in proposals.all
+    )
+    plan = proposals.plan(winner.solution, why=_why(proposals, winner, measured), contestants=contestants)
+    return replace(plan, budget_bytes=budget_bytes)
+
+
+def _simplest(p: Proposal) -> tuple[bool, bool]:
+    return p.name == SOLVER, p.name != "fp32"
+
+
+def _unfit(found: Measurement | None, budget: int | None) -> str:
+    if found is None:
+        return "did not run"
+    if found.failure:
+        return found.failure
+    if budget is not None and found.peak_bytes > budget:
+        return f"its measured peak exceeds the budget by {bytes_text(found.peak_bytes - budget)}"
+    return ""
+
+
+def _winner(proposals: Proposals, fit: list[Proposal], measured: Mapping[str, Measurement]) -> Proposal:
+    if not fit:
+        return proposals.best
+    if proposals.policy.objective == "bytes":
+        return min(fit, key=lambda p: (p is not proposals.best, p.solution.evaluation.saved_bytes))
+    fastest = min(measured[p.name].ratio for p in fit)
+    return next(p for p in fit if measured[p.name].ratio <= (1.0 + _TIE_FRAC) * fastest)
+
+
+def _why(proposals: Proposals, winner: Proposal, measured: Mapping[str, Measurement]) -> str:
+    """What decided, where it was not the solver's plan; "" leaves it to that plan's own alternatives."""
+    if winner is proposals.best:
+        return ""
+    taken = ", ".join(f"{n} {seconds_text(m.seconds).lstrip('+')}" for n, m in measured.items() if not m.failure)
+    return f"measured on a replayed step: {taken}; {winner.name} is adopted"

@@ -1,0 +1,134 @@
+"""What may be adopted: the solver's choice and the uniform ones, with what is needed to make each a `Plan`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoprec.devices import Device
+from autoprec.graphs import OpGraph
+from autoprec.planning.evaluator import evaluate
+from autoprec.planning.pricing import Prices
+from autoprec.planning.problem import Problem
+from autoprec.planning.reasons import Reasons, violation_text
+from autoprec.planning.regions import fp16_regions
+from autoprec.planning.roots import resolve_roots
+from autoprec.planning.uniform import uniform_choice
+from autoprec.planning.values import Choice, Evaluation, Solution
+from autoprec.plans import AS_IS, Assignment, Contestant, Plan, Region, Storage, Totals
+from autoprec.policies import Policy
+from autoprec.profiles import Profile
+
+__all__ = ["SOLVER", "Proposal", "Proposals", "rivals", "totals_of"]
+
+#: The name of the solver's own choice where it mixes formats; the others are named after theirs.
+SOLVER = "solver"
+
+
+def totals_of(found: Evaluation) -> Totals:
+    """The figures of an evaluation that a plan carries."""
+    return Totals(
+        seconds=found.seconds,
+        saved_bytes=found.saved_bytes,
+        peak_bytes=found.peak_bytes,
+        loss_sigma=found.loss_sigma,
+        gradient_ratio=found.gradient_ratio,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A choice by name, and the limit that its predictions break, or ""."""
+
+    name: str
+    solution: Solution
+    broken: str = ""
+
+
+def rivals(problem: Problem, solution: Solution, formats: tuple[str, ...]) -> tuple[Proposal, ...]:
+    """The solver's choice first, then one for each format of the policy; of equal choices one. The solver's has the
+    name of the format if it uses that one throughout."""
+    choices = {name: uniform_choice(problem, name) for name in formats}
+    own = next((name for name, choice in choices.items() if choice == solution.choice), SOLVER)
+    found = [Proposal(name=own, solution=solution)]
+    for name, choice in choices.items():
+        if all(choice != p.solution.choice for p in found):
+            evaluation = evaluate(problem, choice)
+            broken = "; ".join(violation_text(v) for v in evaluation.violations[:1])
+            uniform = Solution(choice=choice, evaluation=evaluation, bound=solution.bound)
+            found.append(Proposal(name=name, solution=uniform, broken=broken))
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Proposals:
+    """Proposals for one problem, the solver's first, and what it was made from. `fp32` are the totals of the model as
+    it was written."""
+
+    graph: OpGraph
+    profile: Profile
+    device: Device
+    policy: Policy
+    problem: Problem
+    fp32: Totals
+    all: tuple[Proposal, ...]
+
+    @property
+    def best(self) -> Proposal:
+        """The solver's."""
+        return self.all[0]
+
+    def decisions(self, solution: Solution) -> Plan:
+        """A solution of the problem as a plan that can run, without reasons, which take longer."""
+        return self._plan(solution, None)
+
+    def plan(self, solution: Solution, *, why: str = "", contestants: tuple[Contestant, ...] = ()) -> Plan:
+        """A solution of the problem as a plan with a reason for every decision. `why`: what holds it back, if that is
+        known better than from its own alternatives."""
+        return self._plan(solution, Reasons(self.problem, solution), why, contestants)
+
+    def _plan(
+        self, solution: Solution, reasons: Reasons | None, why: str = "", contestants: tuple[Contestant, ...] = ()
+    ) -> Plan:
+        problem, choice = self.problem, solution.choice
+        unit_reasons = reasons.units if reasons else ("",) * len(problem.units)
+        storage_reasons = reasons.storages if reasons else dict.fromkeys(problem.storable, "")
+        kept = dict(choice.stored)
+        return Plan(
+            assignments=tuple(
+                Assignment(op=u.op, role=u.role, format=u.options[k], reason=reason)
+                for u, k, reason in zip(problem.units, choice.options, unit_reasons, strict=True)
+            ),
+            storages=tuple(
+                Storage(tensor=problem.tensors[t].id, format=kept.get(t, AS_IS), reason=reason)
+                for t, reason in storage_reasons.items()
+            ),
+            regions=self._regions(choice),
+            saturating=_saturating(problem, choice),
+            predicted=totals_of(solution.evaluation),
+            predicted_fp32=self.fp32,
+            budget_bytes=problem.budget_bytes,
+            gap=solution.gap,
+            binding=why or (reasons.binding if reasons else ""),
+            policy=self.policy.name,
+            graph_fingerprint=self.graph.fingerprint,
+            device=self.device.name,
+            contestants=contestants,
+        )
+
+    def _regions(self, choice: Choice) -> tuple[Region, ...]:
+        if self.policy.loss_scaling.mode != "regional":
+            return ()
+        roots = resolve_roots(self.graph)
+        prices = Prices(self.graph, roots, self.profile, self.policy)
+        units = zip(self.problem.units, choice.options, strict=True)
+        needed = {(u.op, u.role): u.options[k] for u, k in units if u.needed}
+        return fp16_regions(self.graph, roots, prices, needed)
+
+
+def _saturating(problem: Problem, choice: Choice) -> tuple[str, ...]:
+    formats = [u.options[k] for u, k in zip(problem.units, choice.options, strict=True)]
+    return tuple(
+        t.id
+        for t in problem.tensors
+        if any(use.unit is not None and formats[use.unit] in t.saturates for use in t.readers)
+    )

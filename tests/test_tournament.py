@@ -1,0 +1,304 @@
+"""Before a plan is adopted, its rivals run on a replayed step; replay leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoprec
+from autoprec.devices import Device
+from autoprec.execution.measuring import peak_bytes
+from autoprec.execution.tournament import Tournament
+from autoprec.graphs import Role
+from autoprec.planning.contest import adopt, runners
+from autoprec.planning.planner import propose
+from autoprec.planning.proposals import SOLVER
+from autoprec.plans import Assignment, Measurement, Plan
+from autoprec.scheduling import Scheduler
+from autoprec.serial import load_policy, read_plan, write_plan
+from tests.models import Transformer, language_loss
+
+CPU = torch.device("cpu")
+
+
+class Stateful(nn.Module):
+    """Everything that a forward pass may change: statistics, random state, a counter, a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Linear(64, 16)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        with torch.no_grad():
+            self.down.weight.clamp_(-0.2, 0.2)
+        return self.down(F.dropout(F.gelu(self.norm(self.up(x))), 0.1, self.training))
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - x).square().mean()
+
+
+def observed(model: nn.Module, batches: list[Tensor], loss=loss_of, policy="balanced", **changes):
+    """A session with its last calibration step recorded, and no plan yet."""
+    autoprec.compile(model, policy=load_policy(policy).replaced(**changes), events=None)
+    session = autoprec.session(model)
+    session.calibrate(batches, loss)
+    return session
+
+
+def tournament_of(session) -> Tournament:
+    return Tournament(session._calls, session._guard.buffers.values(), "cpu")
+
+
+def plans_of(session, **changes) -> dict[str, Plan]:
+    policy = session.policy.replaced(noise={"gradient": 1e3, "loss": 1e3}, **changes)
+    proposals = propose(session.graph, session.profile, session.measure_device(), policy)
+    return runners(proposals)
+
+
+def everything(model: nn.Module) -> dict[str, Tensor]:
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    state |= {f"{n}.grad": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return state | {"random": torch.get_rng_state()}
+
+
+def test_replay_leaves_no_trace() -> None:
+    model = Stateful()
+    session = observed(model, [torch.randn(32, 16) for _ in range(3)])
+    loss_of(model, torch.randn(32, 16)).backward()
+    with torch.no_grad():
+        model.down.weight.fill_(0.5)  # the clamp of the forward pass would change it
+    before, objects = everything(model), {n: id(p.grad) for n, p in model.named_parameters()}
+    plans = plans_of(session)
+    assert len(plans) >= 3
+    outcomes = tournament_of(session).run(plans)
+    assert all(not o.failure and o.seconds > 0.0 and o.peak_bytes > 0 for o in outcomes.values())
+    after = everything(model)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+    assert objects == {n: id(p.grad) for n, p in model.named_parameters()}
+
+
+def test_the_replayed_step_is_the_step() -> None:
+    """Gradients of the identity, bitwise those of the plain model at the same random state."""
+    torch.manual_seed(0)
+    model = Stateful()
+    plain = copy.deepcopy(model)
+    batches = [torch.randn(32, 16) for _ in range(2)]
+    session = observed(model, batches)
+    tournament = tournament_of(session)
+    torch.set_rng_state(tournament._calls[0].rng)
+    plain.load_state_dict(model.state_dict())
+    loss_of(plain, batches[-1]).backward()
+    outcome = tournament.run({"fp32": plans_of(session)["fp32"]})["fp32"]
+    for name, p in plain.named_parameters():
+        assert torch.equal(outcome.gradients[name], p.grad.flatten()), name
+
+
+def test_the_replayed_peak_is_that_of_a_step() -> None:
+    model = Transformer(width=64, depth=2, vocabulary=64)
+    batches = [torch.randint(0, 64, (4, 33)) for _ in range(3)]
+    session = observed(model, batches, language_loss)
+    plans = plans_of(session)
+    outcomes = tournament_of(session).run(plans)
+    for name, plan in plans.items():
+        live = copy.deepcopy(model)
+        autoprec.compile(live, plan=plan, events=None)
+
+        def step(live: nn.Module = live) -> None:
+            language_loss(live, batches[-1]).backward()
+
+        step()
+        step()
+        assert outcomes[name].peak_bytes == pytest.approx(peak_bytes(step, CPU), rel=0.02), name
+
+
+def test_change_of_loss_and_gradients() -> None:
+    """For a model that returns its loss, the change is the loss's own."""
+    model = Transformer(width=64, depth=1, vocabulary=64)
+    model.drop = None
+    model.eval().train()
+    for block in model.blocks:
+        block.drop.p = 0.0
+    batches = [torch.randint(0, 64, (4, 33)) for _ in range(3)]
+    plain, narrow = copy.deepcopy(model), copy.deepcopy(model)
+    session = observed(model, batches, language_loss)
+    plans = plans_of(session)
+    outcomes = tournament_of(session).run(plans)
+    autoprec.compile(narrow, plan=plans["bf16"], events=None)
+    losses = [language_loss(m, batches[-1]) for m in (plain, narrow)]
+    for loss in losses:
+        loss.backward()
+    change = outcomes["bf16"].output - outcomes["fp32"].output
+    assert change == pytest.approx((losses[1].double() - losses[0].double()).item(), abs=1e-6)
+    assert change != 0.0
+    a, b = outcomes["bf16"].gradients["blocks.0.up.weight"], narrow.blocks[0].up.weight.grad
+    assert torch.equal(a, b.flatten()[:: -(-b.numel() // (1 << 14))])
+
+
+def test_micro_batches_replay_the_last_and_pieces_replay_together() -> None:
+    model = Stateful()
+    autoprec.compile(model, policy=load_policy("balanced").replaced(calibration={"steps": 2}), events=None)
+    session = autoprec.session(model)
+    for _ in range(3):
+        loss_of(model, torch.randn(8, 16)).backward()
+    tournament = tournament_of(session)
+    assert len(session._calls) == 3 and tournament._calls == [session._calls[-1]]
+
+    broken = Transformer(width=32, depth=2, vocabulary=64, graph_break=True)
+    session = observed(broken, [torch.randint(0, 64, (4, 33)) for _ in range(2)], language_loss)
+    tournament = tournament_of(session)
+    assert len(tournament._calls) > 1
+    gradients = tournament.run({"fp32": Plan(assignments=())})["fp32"].gradients
+    assert set(gradients) == {n for n, _ in broken.named_parameters()}
+
+
+def test_what_overflows_is_not_adopted() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.no_grad():
+        model[0].weight.mul_(1e6)
+    session = observed(model, [torch.randn(4, 8) for _ in range(2)], policy="bf16")
+    fp16 = Plan(
+        assignments=tuple(
+            Assignment(op=f"{i}:linear#0", role=role, format="fp16", reason="by hand") for i in "01" for role in Role
+        )
+    )
+    found = tournament_of(session).run({"fp32": Plan(assignments=()), "fp16": fp16})
+    assert not found["fp32"].failure
+    assert "not finite" in found["fp16"].failure
+
+
+@pytest.fixture(scope="module")
+def proposals():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    session = observed(model, [torch.randn(64, 32) for _ in range(3)])
+    device = session.measure_device()
+    # Made-up seconds, so that the solver's plan is none of the uniform ones.
+    slow = {"fp32": 1.0, "bf16": 0.5, "fp16": 0.7}
+    timings = tuple(
+        dataclasses.replace(t, seconds=slow[t.format] * (3.0 if "gelu" in t.timing_key and t.format != "fp32" else 1.0))
+        for t in device.timings
+    )
+    policy = session.policy.replaced(noise={"gradient": 1e3, "loss": 1e3}, storage={"formats": ()})
+    found = propose(session.graph, session.profile, dataclasses.replace(device, timings=timings), policy)
+    assert [p.name for p in found.all] == [SOLVER, "fp32", "bf16", "fp16"]
+    return found
+
+
+def measured(**ratios: float) -> dict[str, Measurement]:
+    return {name: Measurement(seconds=r, ratio=r, peak_bytes=100) for name, r in ratios.items()}
+
+
+def winner(plan: Plan) -> str:
+    return next(c.name for c in plan.contestants if c.verdict.startswith("adopted"))
+
+
+def test_the_fastest_within_the_budgets_wins(proposals) -> None:
+    times = measured(fp32=1.0, bf16=0.6, fp16=0.9, solver=0.5)
+    plan = adopt(proposals, times, None)
+    assert winner(plan) == SOLVER and plan.fingerprint == proposals.decisions(proposals.all[0].solution).fingerprint
+    plan = adopt(proposals, times | measured(bf16=0.4), None)
+    assert winner(plan) == "bf16" and plan.binding.startswith("measured on a replayed step: fp32 1")
+    assert {a.format for a in plan.assignments if a.role is Role.OUTPUT} == {"bf16"}
+    assert {c.name: c.verdict for c in plan.contestants}[SOLVER] == "25.0% slower"
+    heavy = {"solver": Measurement(seconds=0.5, ratio=0.5, peak_bytes=101)}
+    plan = adopt(proposals, times | heavy, 100)
+    assert winner(plan) == "bf16"
+    assert plan.contestants[0].verdict == "its measured peak exceeds the budget by 1 B" and plan.budget_bytes == 100
+
+
+def test_of_equally_fast_ones_the_simplest(proposals) -> None:
+    assert winner(adopt(proposals, measured(fp32=1.0, bf16=0.996, fp16=2.0, solver=0.992), None)) == "fp32"
+    assert winner(adopt(proposals, measured(fp32=1.0, bf16=0.905, fp16=2.0, solver=0.9), None)) == "bf16"
+
+
+def test_what_failed_or_did_not_run_is_not_adopted(proposals) -> None:
+    times = measured(fp32=1.0, fp16=0.9) | {"bf16": Measurement(failure="it failed: no kernel")}
+    plan = adopt(proposals, times, None)
+    verdicts = {c.name: c.verdict for c in plan.contestants}
+    assert verdicts == {"solver": "did not run", "fp32": "11.1% slower", "bf16": "it failed: no kernel",
+                        "fp16": "adopted"}  # fmt: skip
+
+
+def test_bytes_first_keeps_the_solvers_plan(proposals) -> None:
+    few = dataclasses.replace(proposals, policy=proposals.policy.replaced(objective="bytes"))
+    assert winner(adopt(few, measured(fp32=1.0, bf16=0.6, fp16=0.9, solver=5.0), None)) == SOLVER
+
+
+def test_a_plan_file_keeps_the_contestants(proposals, tmp_path) -> None:
+    plan = adopt(proposals, measured(fp32=1.0, bf16=0.6, fp16=0.9, solver=0.5), None)
+    write_plan(tmp_path / "plan.yaml", plan)
+    assert read_plan(tmp_path / "plan.yaml") == plan
+
+
+@pytest.mark.parametrize("loop", ["up front", "in the loop"])
+def test_compile_adopts_what_was_fastest(loop: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 1))
+    policy = load_policy("balanced").replaced(calibration={"steps": 2}, noise={"gradient": 1e3, "loss": 1e3})
+    batches = [torch.randn(8, 4) for _ in range(2)]
+    if loop == "up front":
+        autoprec.compile(model, policy=policy, batches=batches, loss_fn=lambda m, x: m(x).square().mean(), events=None)
+    else:
+        autoprec.compile(model, policy=policy, events=None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x in batches:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    plan = autoprec.session(model).plan
+    assert plan is not None and len(plan.contestants) >= 2
+    own = {c.name: c.measured for c in plan.contestants if c.measured is not None}
+    assert "fp32" in own and own["fp32"].ratio == 1.0 and own["fp32"].gradient_ratio == 0.0
+    fastest = min(m.ratio for m in own.values())
+    assert own[winner(plan)].ratio <= 1.01 * fastest
+
+
+def test_a_peak_that_was_predicted_too_low_is_found_and_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what is known of workspace the plan for a budget breaks it; measured, it is made again for less."""
+    monkeypatch.setattr(Device, "workspace_by_key", {})
+    made: list[int] = []
+    plain = Tournament.run
+
+    def counted(self: Tournament, plans):
+        made.append(len(plans))
+        return plain(self, plans)
+
+    monkeypatch.setattr(Tournament, "run", counted)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(64, 64), nn.GELU())), nn.Linear(64, 10))
+    batches = [(torch.randn(64, 64), torch.randint(0, 10, (64,))) for _ in range(3)]
+    policy = load_policy("balanced").replaced(calibration={"steps": 3}, noise={"gradient": 1e3, "loss": 1e3})
+    autoprec.compile(
+        model, policy=policy, budget="60%", batches=batches, loss_fn=lambda m, b: F.cross_entropy(m(b[0]), b[1]),
+        events=None,
+    )  # fmt: skip
+    plan = autoprec.session(model).plan
+    assert plan is not None and plan.budget_bytes is not None
+    own = next(c for c in plan.contestants if c.verdict == "adopted")
+    assert own.measured is not None and own.measured.peak_bytes <= plan.budget_bytes
+    assert len(made) > 1
+    assert own.predicted.peak_bytes < own.measured.peak_bytes
+
+
+def test_after_a_promotion_the_winner_stays_the_winner() -> None:
+    """Planning again does not go back to what lost."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    session = observed(model, [torch.randn(64, 32) for _ in range(3)], noise={"gradient": 1e3, "loss": 1e3})
+    session.make_plan()
+    scheduler: Scheduler = session._scheduler
+    uniform = next(c for c in session.plan.contestants if c.name == "bf16")
+    as_if = tuple(
+        dataclasses.replace(c, verdict="adopted" if c is uniform else "slower") for c in session.plan.contestants
+    )
+    again, shortfall = scheduler.plan_again(dataclasses.replace(session.plan, contestants=as_if))
+    assert not shortfall and {a.format for a in again.assignments if a.role is Role.OUTPUT} == {"bf16"}
