@@ -1,4 +1,4 @@
-"""A device as a value: what it computes natively, and measured seconds."""
+"""A device as a value: what it computes natively, and seconds, measured there or modelled from its `Datasheet`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from functools import cached_property
 
 from autoprec.checks import check_amount, check_choice, check_text, check_unique
 from autoprec.errors import DeviceError
-from autoprec.formats import FORMATS
+from autoprec.formats import COMPUTE_FORMATS, FORMATS
 from autoprec.graphs import Role
 
-__all__ = ["CastTiming", "Device", "NoKernel", "OpTiming"]
+__all__ = ["CastTiming", "Datasheet", "Device", "NoKernel", "OpTiming", "Peak", "Sourced"]
 
 _FORMATS = tuple(f.name for f in FORMATS)
+_TYPES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpTiming:
-    """Measured seconds of one role of one distinct op in one format (median over repeats).
+    """Seconds of one role of one distinct op in one format (measured: the median over repeats).
 
     `private_saved_bytes`, with the role "output": bytes that the op keeps for its backward besides what it is given and
     what it gives (statistics, masks); None if that was not looked at.
@@ -56,7 +57,7 @@ class NoKernel:
 
 @dataclass(frozen=True, kw_only=True)
 class CastTiming:
-    """Measured seconds per element of one cast (`packing` to fp8 includes finding the scale)."""
+    """Seconds per element of one cast (`packing` to fp8 includes finding the scale)."""
 
     source: str
     target: str
@@ -78,7 +79,7 @@ class Device:
         name: for people ("cpu AVX2", "NVIDIA H200").
         type: torch device type ("cpu", "cuda").
         native: formats whose GEMMs the hardware computes; the others are emulated (upcast, FP32 accumulation).
-        timings: one entry per (timing_key, role, format) measured so far.
+        timings: one entry per (timing_key, role, format) known so far.
         casts: one entry per (source, target).
         no_kernels: what was tried and cannot run.
         source: "measured" or "modelled".
@@ -94,7 +95,7 @@ class Device:
 
     def __post_init__(self) -> None:
         check_text(self.name, "name", DeviceError, "name")
-        check_choice(self.type, ("cpu", "cuda"), "device type", DeviceError, "type")
+        check_choice(self.type, _TYPES, "device type", DeviceError, "type")
         for i, name in enumerate(self.native):
             check_choice(name, _FORMATS, "format", DeviceError, "native", i)
         check_unique(self.native, "format", DeviceError, "native")
@@ -150,3 +151,74 @@ class Device:
             timings=self.timings + tuple(t for t in timings if (t.timing_key, t.role, t.format) not in known),
             no_kernels=self.no_kernels + tuple(k for k in no_kernels if (k.timing_key, k.format) not in missing),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sourced:
+    """A number, and where it is from: document and year, or the assumption that it follows from."""
+
+    value: float
+    source: str
+
+    def __post_init__(self) -> None:
+        check_text(self.source, "source", DeviceError, "source")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The most floating-point operations per second of matrix products in one format, dense (without sparsity)."""
+
+    format: str
+    value: float
+    source: str
+
+    def __post_init__(self) -> None:
+        check_choice(self.format, COMPUTE_FORMATS, "compute format", DeviceError, "format")
+        check_amount(self.value, "value", DeviceError, "value", least=1.0)
+        check_text(self.source, "source", DeviceError, "source")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Datasheet:
+    """What is written about a device that is not here. `planning.roofline` makes a `Device` of it for a graph.
+
+    Attributes:
+        name: for people ("NVIDIA H100 SXM").
+        type: torch device type ("cpu", "cuda").
+        peak_flops_per_second: one entry per format whose matrix products the hardware computes, fp32 among them; the
+            other formats are emulated (upcast, computed in FP32, rounded).
+        memory_bytes_per_second: read and written together.
+        launch_seconds: what a kernel costs that has next to nothing to do.
+        attainable_compute_frac, attainable_bandwidth_frac: of the two peaks, above 0 and at most 1.
+        memory_bytes: what a step may hold, or None for no limit.
+    """
+
+    name: str
+    type: str
+    peak_flops_per_second: tuple[Peak, ...]
+    memory_bytes_per_second: Sourced
+    launch_seconds: Sourced
+    attainable_compute_frac: Sourced
+    attainable_bandwidth_frac: Sourced
+    memory_bytes: Sourced | None = None
+
+    def __post_init__(self) -> None:
+        check_text(self.name, "name", DeviceError, "name")
+        check_choice(self.type, _TYPES, "device type", DeviceError, "type")
+        check_unique(self.native, "format", DeviceError, "peak_flops_per_second")
+        if "fp32" not in self.native:
+            what = "fp32 must be among the formats; those that are not listed are computed in it"
+            raise DeviceError(what, at=("peak_flops_per_second",))
+        check_amount(self.launch_seconds.value, "launch_seconds", DeviceError, "launch_seconds", "value")
+        for name in ("memory_bytes_per_second", "memory_bytes"):
+            given: Sourced | None = getattr(self, name)
+            check_amount(given and given.value, name, DeviceError, name, "value", least=1.0)
+        for name in ("attainable_compute_frac", "attainable_bandwidth_frac"):
+            frac: float = getattr(self, name).value
+            if not 0.0 < frac <= 1.0:
+                raise DeviceError(f"{name} must be above 0 and at most 1, not {frac:g}", at=(name, "value"))
+
+    @property
+    def native(self) -> tuple[str, ...]:
+        """Formats whose matrix products the hardware computes."""
+        return tuple(peak.format for peak in self.peak_flops_per_second)

@@ -109,7 +109,11 @@ def plan(
         typer.Option(help='Peak of one step: "6GiB", or "60%" of the part that precision can change.'),
     ] = None,
     device: Annotated[
-        Path | None, typer.Option(help="Timings of the device to plan for [default: PROFILE.device.json].")
+        Path | None,
+        typer.Option(
+            help="The device to plan for: measured timings, a datasheet, or a100, h100, h200, cpu-generic"
+            " [default: PROFILE.device.json]."
+        ),
     ] = None,
     out: Annotated[Path, typer.Option("-o", "--out", help="Plan file to write.")] = Path("plan.yaml"),
     json: Json = False,

@@ -37,9 +37,10 @@ from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit, Use, Weigh
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
 
-__all__ = ["Problem", "build_problem", "fixed_bytes", "optimizer_bytes"]
+__all__ = ["ITEM_BYTES", "Problem", "build_problem", "fixed_bytes", "optimizer_bytes"]
 
-_ITEM_BYTES = {
+#: Bytes per element by the name of the torch dtype.
+ITEM_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int16": 2, "uint16": 2, "float16": 2,
     "bfloat16": 2, "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex64": 8,
     "complex128": 16,
@@ -349,7 +350,7 @@ class _Builder:
             id=root,
             numel=spec.numel,
             is_float32=spec.is_float32,
-            wide_bytes=spec.numel * _ITEM_BYTES.get(spec.dtype, 4) if activation else 0,
+            wide_bytes=spec.numel * ITEM_BYTES.get(spec.dtype, 4) if activation else 0,
             narrow_costs=spec.kind is not TensorKind.PARAMETER,
             birth=self.moment[producer] if producer is not None else first,
             born=born,

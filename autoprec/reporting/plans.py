@@ -20,6 +20,7 @@ from autoprec.serial.codec import encode
 __all__ = [
     "OpDecision",
     "decisions",
+    "device_line",
     "matching",
     "op_table",
     "ops_table",
@@ -143,7 +144,8 @@ def totals_table(plan: Plan) -> Table | None:
     """Predicted totals of the plan beside those of FP32; None if the plan carries none."""
     if plan.predicted is None:
         return None
-    table = Table(title="One training step, predicted", title_justify="left")
+    on = f" for {plan.device}" if plan.device else ""
+    table = Table(title=f"One training step, predicted{on}", title_justify="left")
     for name in ("", "fp32", "this plan", "plan / fp32"):
         table.add_column(name, justify="left" if not name else "right")
     for label, field, text in _TOTALS:
@@ -152,6 +154,11 @@ def totals_table(plan: Plan) -> Table | None:
         ratio = f"{mine / theirs:.2f}" if theirs else ""
         table.add_row(label, "" if theirs is None else text(theirs), text(mine), ratio)
     return table
+
+
+def device_line(plan: Plan) -> Text:
+    """Whose seconds the reasons speak of; the name says so where they are modelled."""
+    return Text(f"device   {plan.device or 'unknown'}")
 
 
 def summary(plan: Plan) -> Text:

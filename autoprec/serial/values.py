@@ -1,4 +1,4 @@
-"""Policies, plans, devices and events: their files and lines."""
+"""Policies, plans, devices, datasheets and events: their files and lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from autoprec.devices import Device
+from autoprec.devices import Datasheet, Device
 from autoprec.errors import DeviceError, InputError, PlanError, PolicyError, nearest
 from autoprec.plans import Event, Plan
 from autoprec.policies import Policy, described, dotted, policy_problems
@@ -18,10 +18,13 @@ from autoprec.serial.files import PathLike, read_tree, write_atomic
 from autoprec.serial.trees import Node, Source, dump_yaml, parse_json
 
 __all__ = [
+    "datasheet_names",
     "event_from_json_line",
     "event_to_json_line",
+    "load_device",
     "load_policy",
     "policy_names",
+    "read_datasheet",
     "read_device",
     "read_plan",
     "read_policy",
@@ -70,16 +73,25 @@ def _place(root: Node, at: tuple[str | int, ...], of_key: bool) -> tuple[int, in
     return place if of_key else (node.line, node.column)
 
 
-def _policy_folder() -> Path:
+def _shipped_folder(name: str) -> Path:
     """In a wheel inside the package, in a checkout beside it."""
     package = Path(__file__).resolve().parents[1]
-    packed = package / "_policies"
-    return packed if packed.is_dir() else package.parent / "policies"
+    packed = package / f"_{name}"
+    return packed if packed.is_dir() else package.parent / name
+
+
+def _shipped_names(folder: str) -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in _shipped_folder(folder).glob("*.yaml")))
+
+
+def _is_path(text: str) -> bool:
+    """Whether it is meant as a path and not as the name of something that is shipped."""
+    return text.endswith((".yaml", ".yml", ".json")) or any(s in text for s in (os.sep, os.altsep) if s)
 
 
 def policy_names() -> tuple[str, ...]:
     """Names of the policies that come with autoprec, sorted."""
-    return tuple(sorted(path.stem for path in _policy_folder().glob("*.yaml")))
+    return _shipped_names("policies")
 
 
 def load_policy(policy: str | os.PathLike[str] | Policy) -> Policy:
@@ -90,14 +102,13 @@ def load_policy(policy: str | os.PathLike[str] | Policy) -> Policy:
         return read_policy(policy)
     if not isinstance(policy, str):
         raise PolicyError(f"a policy must be a name, a path or a Policy, not {described(policy)}")
-    separators = [s for s in (os.sep, os.altsep) if s]
-    if policy.endswith((".yaml", ".yml", ".json")) or any(s in policy for s in separators):
+    if _is_path(policy):
         return read_policy(policy)
     if policy not in policy_names():
         raise PolicyError(
             f"unknown policy {policy[:60]!r}.{nearest(policy, policy_names())} A path ends in .yaml or holds a {os.sep}"
         )
-    return read_policy(_policy_folder() / f"{policy}.yaml")
+    return read_policy(_shipped_folder("policies") / f"{policy}.yaml")
 
 
 # -- plans and devices ---------------------------------------------------------------------------------------------
@@ -123,9 +134,43 @@ def write_device(path: PathLike, device: Device) -> None:
     _write(path, "device", device, DeviceError)
 
 
+def read_datasheet(path: PathLike) -> Datasheet:
+    """The datasheet in a YAML file (JSON if it ends in .json)."""
+    return _read(path, "datasheet", Datasheet, DeviceError)
+
+
+def datasheet_names() -> tuple[str, ...]:
+    """Names of the devices whose datasheets come with autoprec, sorted."""
+    return _shipped_names("devices")
+
+
+def load_device(device: PathLike) -> Device | Datasheet:
+    """A device by the name of a shipped datasheet, or the file of a device or of a datasheet by its path (with a
+    separator, ending in .yaml, .yml or .json, or there)."""
+    name = os.fspath(device)
+    if name in datasheet_names():
+        return read_datasheet(_shipped_folder("devices") / f"{name}.yaml")
+    if not _is_path(name) and not os.path.exists(name):
+        raise DeviceError(
+            f"{name[:60]}: there is no such file, and no datasheet of that name.{nearest(name[:60], datasheet_names())}"
+        )
+    source = Source(name, DeviceError)
+    root = read_tree(source, VALUE_LIMIT)
+    said = root.value.get("autoprec") if isinstance(root.value, dict) else None
+    if said is not None and isinstance(said.value, str) and said.value not in (kinds := ("device", "datasheet")):
+        what = f"expected `autoprec: device` or `autoprec: datasheet`, not {described(said.value)}."
+        raise source.refused_at(said.line, said.column, what + nearest(said.value[:60], kinds))
+    if said is not None and said.value == "datasheet":
+        return _decoded(root, "datasheet", Datasheet, source)
+    return _decoded(root, "device", Device, source)
+
+
 def _read(path: PathLike, name: str, kind: type[T], error: type[InputError]) -> T:
     source = Source(os.fspath(path), error)
-    root = read_tree(source, VALUE_LIMIT)
+    return _decoded(read_tree(source, VALUE_LIMIT), name, kind, source)
+
+
+def _decoded(root: Node, name: str, kind: type[T], source: Source) -> T:
     take_envelope(root, name, VERSION, source)
     return decode(root, kind, source)
 
