@@ -34,6 +34,7 @@ from autoprec import serial
 from autoprec.cli.targets import load_target
 from autoprec.errors import InputError
 from autoprec.policies import parse_budget
+from autoprec.serial.codec import encode
 from tests.campaigns import schemas
 from tests.campaigns.mutations import ARRAYS, DEVICE, HEADER, PLAN, RICH_POLICY, Path_, mutate, places, typo, value_at
 from tests.campaigns.schemas import faults
@@ -45,6 +46,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "policy": serial.read_policy,
     "plan": serial.read_plan,
     "device": serial.read_device,
+    "datasheet": serial.read_datasheet,
     "profile": serial.read_profile,
 }
 
@@ -295,7 +297,14 @@ def check_target(chance: Random, folder: Path, tally: Tally) -> None:
 def originals() -> dict[str, list[Any]]:
     """Valid trees of each kind."""
     shipped = [serial.load_policy(name).model_dump(mode="json") for name in serial.policy_names()]
-    return {"policy": [*shipped, *[RICH_POLICY] * 6], "plan": [PLAN], "device": [DEVICE], "profile": [HEADER]}
+    sheets = [{"autoprec": "datasheet", "version": 1} | encode(serial.load_device(n)) for n in serial.datasheet_names()]
+    return {
+        "policy": [*shipped, *[RICH_POLICY] * 6],
+        "plan": [PLAN],
+        "device": [DEVICE],
+        "datasheet": sheets,
+        "profile": [HEADER],
+    }
 
 
 def check_one(number: int, chance: Random, trees: dict[str, list[Any]], folder: Path, tally: Tally) -> None:

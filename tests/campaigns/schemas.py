@@ -1,4 +1,4 @@
-"""What policies, plans, devices and profile headers may hold, said a second time: JSON schemas, and the laws between
+"""What policies, plans, devices, datasheets and profile headers may hold, said a second time: JSON schemas, and the laws between
 values that a schema cannot say. Written from docs and docstrings, not from the readers."""
 
 from __future__ import annotations
@@ -147,6 +147,31 @@ DEVICE = mapping(
     source=one_of(["measured", "modelled"]),
 )
 
+AT_LEAST_ONE = {"type": "number", "minimum": 1, "exclusiveMaximum": math.inf}
+FRACTION = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+
+
+def sourced(value: dict[str, Any]) -> dict[str, Any]:
+    return mapping({"value": value, "source": SOME_TEXT})
+
+
+DATASHEET = mapping(
+    {
+        "autoprec": one_of(["datasheet"]),
+        **ENVELOPE,
+        "name": SOME_TEXT,
+        "type": one_of(["cpu", "cuda"]),
+        "peak_flops_per_second": items(
+            mapping({"format": one_of(COMPUTE), "value": AT_LEAST_ONE, "source": SOME_TEXT})
+        ),
+        "memory_bytes_per_second": sourced(AT_LEAST_ONE),
+        "launch_seconds": sourced(AMOUNT),
+        "attainable_compute_frac": sourced(FRACTION),
+        "attainable_bandwidth_frac": sourced(FRACTION),
+    },
+    memory_bytes=maybe(sourced(AT_LEAST_ONE)),
+)
+
 CLASSES = ["gemm", "pointwise", "norm", "view", "wide", "unknown"]
 PARTS = ["values", "loss", "gradients", "input_weight_grad", "gradient_weight_grad"]
 HEADER = mapping(
@@ -202,7 +227,7 @@ HEADER = mapping(
     loss_steps=maybe(COUNT),
 )
 
-SCHEMAS = {"policy": POLICY, "plan": PLAN, "device": DEVICE, "profile": HEADER}
+SCHEMAS = {"policy": POLICY, "plan": PLAN, "device": DEVICE, "datasheet": DATASHEET, "profile": HEADER}
 
 # Strict types: 1.0 is no whole number, true is no number, nan is none either. Tuples do not occur.
 _CHECKER = Draft202012Validator.TYPE_CHECKER.redefine_many(
@@ -283,6 +308,13 @@ def _device(tree: Any) -> Iterator[Path]:
     yield from _twice(lacking, "no_kernels")
 
 
+def _datasheet(tree: Any) -> Iterator[Path]:
+    formats = [_value(peak, "format") for peak in _list(tree, "peak_flops_per_second")]
+    yield from _twice(formats, "peak_flops_per_second")
+    if "fp32" not in formats:
+        yield ("peak_flops_per_second",)
+
+
 def _header(tree: Any) -> Iterator[Path]:
     tensors = _list(tree, "graph", "tensors")
     known = [_value(t, "id") for t in tensors]
@@ -306,6 +338,7 @@ _LAWS: dict[str, Callable[[Any], Iterator[Path]]] = {
     "policy": _policy,
     "plan": _plan,
     "device": _device,
+    "datasheet": _datasheet,
     "profile": _header,
 }
 

@@ -13,7 +13,7 @@ from autoprec import serial
 from autoprec.errors import InputError, PlanError
 from tests.campaigns import inputs
 
-KINDS = ("policy", "plan", "device", "profile")
+KINDS = ("policy", "plan", "device", "datasheet", "profile")
 
 
 def test_mutations(capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,6 +22,19 @@ def test_mutations(capsys: pytest.CaptureFixture[str]) -> None:
         print(f"\n  {dict(tally.made)}, refused {dict(tally.refused)}", end="")
     assert tally.broken == []
     assert all(0 < tally.refused[kind] < tally.made[kind] for kind in tally.made)
+
+
+def test_mutations_of_datasheets(tmp_path: Path) -> None:
+    """The campaign's turns are counted in the documents; datasheets have turns of their own."""
+    chance, tally = Random(20261121), inputs.Tally()
+    sheets = inputs.originals()["datasheet"]
+    for _ in range(1500):
+        tree = chance.choice(sheets)
+        for _ in range(chance.choice([1, 1, 1, 2, 3])):
+            tree = inputs.mutate(tree, chance)
+        inputs.check_tree("datasheet", tree, chance, tmp_path, tally)
+    assert tally.broken == []
+    assert 0 < tally.refused["datasheet"] < tally.made["datasheet"]
 
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
