@@ -2,8 +2,9 @@
 
 A kernel takes launch_seconds + max(FLOPs / attainable FLOP/s in its format, bytes / attainable bytes/s)
 (Williams, Waterman, Patterson: "Roofline", CACM 52(4), 2009; the launch is the fixed part). Kernels and bytes are
-counted as eager torch needs them at least: each operand is read from memory once, each result is written once. The keys are those of `calibration.timing`: products with a parameter role by role,
-other ops forward and backward together as their `output`, and what checkpoints recompute as often as it runs.
+counted as eager torch needs them at least: each operand is read from memory once, each result is written once. The keys
+are those of `calibration.timing`: products with a parameter role by role, other ops forward and backward together as
+their `output`, and what checkpoints recompute as often as it runs.
 
 * Casts that the planner prices itself (operands and weights into a format, weight gradients back) are not in a role.
 * A product in a format that the device lacks: operands upcast, multiplied in FP32, the result rounded, a kernel each.

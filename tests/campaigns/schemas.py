@@ -1,5 +1,5 @@
-"""What policies, plans, devices, datasheets and profile headers may hold, said a second time: JSON schemas, and the laws
-between values that a schema cannot say. Written from docs and docstrings, not from the readers."""
+"""What policies, plans, devices, datasheets and profile headers may hold, said a second time: JSON schemas, and the
+laws between values that a schema cannot say. Written from docs and docstrings, not from the readers."""
 
 from __future__ import annotations
 

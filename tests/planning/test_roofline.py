@@ -189,6 +189,15 @@ def test_products_of_activations_have_a_product_for_each_gradient() -> None:
     assert counted(one, "flops")["output", "bf16"] == 2 * 240
 
 
+def test_attention_is_a_kernel_each_way_with_its_products_and_their_gradients() -> None:
+    q, k, v, y = (tensor(n, 2, 8, 4) for n in "qkvy")
+    products = 2 * 2 * (2 * 8 * 8 * 4)
+    graph = graph_of(OpClass.GEMM, "scaled_dot_product_attention", [q, k, v], y, flops=products, saves=("q", "k", "v"))
+    assert counted(graph, "flops")["output", "bf16"] == 3 * products
+    assert counted(graph, "launch")["output", "bf16"] == 2.0
+    assert counted(graph, "bandwidth")["output", "bf16"] == 2 * 64 * (4 + 1 + 3 + 3)
+
+
 def test_what_is_not_decided_or_not_known() -> None:
     x, y = tensor("x", 10), tensor("y", 10)
     assert set(counted(graph_of(OpClass.WIDE, "softmax", [x], y, saves=("y",)), "launch")) == {("output", "fp32")}
