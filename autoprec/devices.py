@@ -212,7 +212,7 @@ class Datasheet:
         check_amount(self.launch_seconds.value, "launch_seconds", DeviceError, "launch_seconds", "value")
         for name in ("memory_bytes_per_second", "memory_bytes"):
             given: Sourced | None = getattr(self, name)
-            check_amount(given and given.value, name, DeviceError, name, "value", least=1.0)
+            check_amount(None if given is None else given.value, name, DeviceError, name, "value", least=1.0)
         for name in ("attainable_compute_frac", "attainable_bandwidth_frac"):
             frac: float = getattr(self, name).value
             if not 0.0 < frac <= 1.0:

@@ -120,14 +120,13 @@ class _Model:
 
     def _product_with_parameter(self, op: Op, name: str) -> Iterator[tuple[Role, float]]:
         x, y = self._spec(op.inputs[0]).numel, self._spec(op.outputs[0]).numel
-        parameters = [t for w in op.weights if (t := self.graph.tensor_by_id.get(f"param:{w}")) is not None]
-        weight, *others = parameters or [None]
-        w = 0 if weight is None else weight.numel
-        everything = [x, w, *(t.numel for t in others if t is not None)]
-        yield Role.OUTPUT, _runs(op) * self.product(op.flops, everything, y, name)
+        parameters = [self.graph.tensor_by_id.get(f"param:{fqn}") for fqn in op.weights]
+        w = 0 if parameters[0] is None else parameters[0].numel
+        others = [t for t in parameters[1:] if t is not None]
+        yield Role.OUTPUT, _runs(op) * self.product(op.flops, [x, w, *(t.numel for t in others)], y, name)
         yield Role.GRAD_INPUT, self.product(op.flops, [y, w], x, name)
-        sums = sum(self.kernel(0, format_named(name).bytes * y + 4 * t.numel, name)
-                   for t in others if t is not None and t.requires_grad)  # fmt: skip
+        width = format_named(name).bytes
+        sums = sum(self.kernel(0, width * y + 4 * t.numel, name) for t in others if t.requires_grad)
         yield Role.GRAD_WEIGHT, self.product(op.flops, [x, y], w, name) + sums
 
     def _product_of_activations(self, op: Op, name: str) -> float:
