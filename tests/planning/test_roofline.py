@@ -23,6 +23,7 @@ from autoprec.graphs import Op, OpClass, OpGraph, TensorKind, TensorSpec
 from autoprec.planning.planner import fp32_totals, make_plan
 from autoprec.planning.roofline import modelled_device
 from autoprec.policies import Policy
+from tests.models import CASES, Case
 from tests.planning import planning_cases
 
 NEVER = 1e300
@@ -307,6 +308,23 @@ def test_fp16_pays_where_it_is_native_and_only_there() -> None:
     assert found["h200"].predicted.seconds < found["h100"].predicted.seconds < found["a100"].predicted.seconds
     slow = found["cpu-generic"].predicted_fp32.seconds / found["h100"].predicted_fp32.seconds
     assert 66.9 / 2.56 == pytest.approx(slow, rel=0.2)  # bound by arithmetic
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_whatever_is_measured_of_a_model_can_be_modelled(case: Case) -> None:
+    """The same keys (and those of gradients that the measured device was not asked for), and a plan."""
+    policy = Policy(name="p", formats=COMPUTE_FORMATS, calibration={"steps": 2}, noise={"gradient": 1e3, "loss": 1e3})
+    model = autoprec.compile(case.model(), policy=policy, batches=case.batches()[:2], loss_fn=case.loss, events=None)
+    session = autoprec.session(model)
+    session.measure_device()
+    measured = {(t.timing_key, t.role, t.format) for t in session.device.timings}
+    for name in serial.datasheet_names():
+        device = serial.load_device(name)
+        assert isinstance(device, Datasheet)
+        modelled = modelled_device(device, session.graph)
+        assert modelled.seconds_by_key.keys() >= measured > set()
+        assert set(modelled.cast_by_pair) == set(session.device.cast_by_pair)
+        assert make_plan(session.graph, session.profile, modelled, policy).device == modelled.name
 
 
 def test_ops_with_one_timing_key_are_priced_once() -> None:
