@@ -214,12 +214,7 @@ class _Builder:
             weights = weights[:1]
         seconds, workspace, backward_workspace = [], [], []
         for f in options.formats:
-            own = self._seconds(op, role, f) if options.needed else 0.0
-            if options.needed and role is Role.GRAD_INPUT:
-                own += sum(self.device.cast_seconds("fp32", f, n) for n in weights)
-            if options.needed and role is Role.GRAD_WEIGHT:
-                own += sum(self.device.cast_seconds(f, "fp32", n) for n in weights)
-            seconds.append(own)
+            seconds.append(self._seconds(op, role, f) if options.needed else 0.0)
             now, then = self._workspace(options, f, sum(weights)) if options.needed else (0, 0)
             made = self._weight_gradients(op)
             workspace.append(now + (made if role is Role.GRAD_WEIGHT and options.needed else 0))
@@ -343,9 +338,7 @@ class _Builder:
         histogram = self.prices.values(root)
         readers_back, slices = self._gradient_readers(members) if activation else ((), ())
         kept = self.stores.of(root) if activation and spec.is_float32 else Keeping()
-        weight_of_gemm = spec.kind is TensorKind.PARAMETER and any(
-            f"param:{w}" == root for op in self.gemm_of for w in self.graph.op_by_id[op].weights
-        )
+        weights = [op in self.gemm_of for op in self.graph.readers.get(root, ()) if spec.kind is TensorKind.PARAMETER]
         return PlanTensor(
             id=root,
             numel=spec.numel,
@@ -364,8 +357,9 @@ class _Builder:
             masks=kept.masks,
             gradient_readers=readers_back,
             slices=slices,
-            casts_back=requires_grad and not weight_of_gemm,
-            runs=1 + len(self._path(root)),
+            casts_back=requires_grad and not any(weights),
+            # Products cast their weights themselves: that is in their seconds.
+            runs=0 if weights and all(weights) else 1 + len(self._path(root)),
             loss_noise=tuple((f.name, e) for f in NARROW if (e := self.prices.loss_noise(root, f)) > 0.0),
             saturates=tuple(
                 f.name

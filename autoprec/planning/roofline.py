@@ -6,7 +6,8 @@ counted as eager torch needs them at least: each operand is read from memory onc
 are those of `calibration.timing`: products with a parameter role by role, other ops forward and backward together as
 their `output`, and what checkpoints recompute as often as it runs.
 
-* Casts that the planner prices itself (operands and weights into a format, weight gradients back) are not in a role.
+* Casts of activations, which the planner prices itself, are not in a role. A product's casts of its parameters, and of
+  its weight's gradient back to FP32, are.
 * A product in a format that the device lacks: operands upcast, multiplied in FP32, the result rounded, a kernel each.
 * Norms in FP16 are computed in FP32, and once more in the backward pass (`numerics.norms`).
 * Views, and ops that are not known, cost nothing, as where they are measured.
@@ -90,6 +91,10 @@ class _Model:
         size = passes * format_named(source).bytes + format_named(target).bytes
         return passes * self.launch, size / self.bytes_per_second
 
+    def _cast_seconds(self, source: str, target: str, numel: int) -> float:
+        call, element = self.cast(source, target)
+        return call + element * numel if source != target and numel else 0.0
+
     def casts(self) -> Iterator[CastTiming]:
         """Between all compute formats, into the packed storage and out of it."""
         for source in (*COMPUTE_FORMATS, _PACKED):
@@ -123,11 +128,14 @@ class _Model:
         parameters = [self.graph.tensor_by_id.get(f"param:{fqn}") for fqn in op.weights]
         w = 0 if parameters[0] is None else parameters[0].numel
         others = [t for t in parameters[1:] if t is not None]
-        yield Role.OUTPUT, _runs(op) * self.product(op.flops, [x, w, *(t.numel for t in others)], y, name)
-        yield Role.GRAD_INPUT, self.product(op.flops, [y, w], x, name)
+        cast = sum(self._cast_seconds("fp32", name, t.numel) for t in parameters if t is not None)
+        own = cast + self.product(op.flops, [x, w, *(t.numel for t in others)], y, name)
+        yield Role.OUTPUT, _runs(op) * own
+        yield Role.GRAD_INPUT, self._cast_seconds("fp32", name, w) + self.product(op.flops, [y, w], x, name)
         width = format_named(name).bytes
         sums = sum(self.kernel(0, width * y + 4 * t.numel, name) for t in others if t.requires_grad)
-        yield Role.GRAD_WEIGHT, self.product(op.flops, [x, y], w, name) + sums
+        back = self._cast_seconds(name, "fp32", w)
+        yield Role.GRAD_WEIGHT, self.product(op.flops, [x, y], w, name) + back + sums
 
     def _product_of_activations(self, op: Op, name: str) -> float:
         operands = [t for t in map(self._spec, op.inputs) if t.is_float32]

@@ -132,7 +132,8 @@ class PlanTensor:
         gradient_readers: readers that send a gradient, in forward order; none if its gradient costs no bytes.
         slices: moments of the views that show a part of it, and send a gradient of the whole.
         casts_back: whether each cast of it casts a gradient in the backward pass.
-        runs: how often a step makes it, and casts it: once more for each activation checkpoint around it.
+        runs: how often a step makes it, and casts it: once more for each activation checkpoint around it; 0 for a
+            weight that products cast themselves.
         loss_noise: by format, E(δL)² per step of rounding it.
         saturates: formats whose largest value it exceeds by design (masks and constants).
     """

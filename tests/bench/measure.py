@@ -112,7 +112,8 @@ def calibrate(workload: Workload) -> Calibrated:
     policy = load_policy("balanced")
     autoprec.compile(observed, policy=policy, events=None)
     session = autoprec.session(observed)
-    workload.loss(observed, batches[0])  # what Dynamo takes to capture is its own
+    workload.loss(observed, batches[0]).backward()  # what Dynamo takes to capture is its own
+    session.step()
     begin = time.perf_counter()
     session.calibrate(batches, workload.loss)
     calibrated = time.perf_counter()
