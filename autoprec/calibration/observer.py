@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from autoprec.calibration.rows import row_weights
 from autoprec.calibration.structure import StructureRecorder
 from autoprec.graphs import OpClass
-from autoprec.numerics.histograms import SAMPLE_LIMIT, Sample, histogram, sample, stride_for
+from autoprec.numerics.histograms import SAMPLE_LIMIT, Sample, histogram, sample, stride_for, thinned
 from autoprec.profiles import LossProfile, Profile, RangeHistogram, TensorProfile, WeightProfile
 from autoprec.tracing.bindings import Binding, OpNode
 from autoprec.tracing.checkpoints import GraphInterpreter
@@ -31,6 +31,10 @@ __all__ = ["ObservingInterpreter", "StepObserver"]
 
 #: Elements of a weight gradient whose moments over steps are kept.
 WEIGHT_SAMPLE_LIMIT = 1 << 14
+
+#: Elements of a tensor that are kept until its gradient arrives: all of them together must stay well below what a step
+#: keeps anyway.
+KEPT_LIMIT = 1 << 14
 
 _FIELDS = ("values", "loss", "gradients", "input_weight_grad", "gradient_weight_grad")
 
@@ -74,9 +78,10 @@ class StepObserver:
         self._found[key] = found if before is None else before.merge(found)
 
     def value(self, tensor_id: str, x: Tensor, *, through_edges: bool = False) -> Sample:
-        """Record a tensor; its gradient is recorded when it arrives. Returns the sample taken."""
-        taken = sample(x, self.limit)
-        self.add(tensor_id, "values", histogram(taken))
+        """Record a tensor; its gradient is recorded when it arrives. Returns the sample that is kept until then."""
+        whole = sample(x, self.limit)
+        self.add(tensor_id, "values", histogram(whole))
+        taken = thinned(whole, x, min(self.limit, KEPT_LIMIT))
         if x.requires_grad and torch.is_grad_enabled():
             self._on_gradient(x, lambda g: self._gradient(tensor_id, taken, g, loss=not through_edges))
         return taken

@@ -36,14 +36,24 @@ def row_weights(kind: str, arguments: dict[str, Any], x: Tensor, y_shape: torch.
     return _LinearRows(x, y_shape)
 
 
+#: Elements that are squared in float64 at a time: an observed step must not need much more memory than a plain one.
+_SQUARED_AT_ONCE = 1 << 16
+
+
+def _square_sums(t: Tensor, dim: int) -> Tensor:
+    """Σ t² over one dimension (not the first) in float64, a few slices along the first at a time."""
+    rows = max(1, _SQUARED_AT_ONCE // max(1, t[:1].numel()))
+    sums = [part.double().square().sum(dim) for part in t.split(rows)]
+    return torch.cat(sums) if sums else t.double().sum(dim)
+
+
 class _LinearRows:
     def __init__(self, x: Tensor, y_shape: torch.Size) -> None:
         self._x_length, self._y_length = x.shape[-1], y_shape[-1]
-        self._x_rows = rows_of(x).double().square().sum(1)
+        self._x_rows = _square_sums(rows_of(x), 1)
 
     def for_input(self, g: Tensor, taken: Sample) -> Tensor:
-        rows = rows_of(g).double().square().sum(1)
-        return rows[taken.rows(self._x_length)]
+        return _square_sums(rows_of(g), 1)[taken.rows(self._x_length)]
 
     def for_gradient(self, taken: Sample) -> Tensor:
         return self._x_rows[taken.rows(self._y_length)]
@@ -63,16 +73,20 @@ class _ConvRows:
 
     def _per_group(self, t: Tensor) -> Tensor:
         """Σ over the channels of each group of t², shape (N, groups, …)."""
-        split = t.double().square().reshape(t.shape[0], self._groups, -1, *t.shape[2:])
-        return split.sum(2)
+        return _square_sums(t.reshape(t.shape[0], self._groups, -1, *t.shape[2:]), 2)
 
-    def _per_channel(self, t: Tensor, channels: int) -> Tensor:
-        return t.repeat_interleave(channels // self._groups, dim=1)
+    def _picked(self, weights: Tensor, taken: Sample, shape: torch.Size) -> Tensor:
+        """The weight of each sampled element of a tensor of this shape: that of its group, at its place."""
+        channels, places = shape[1], shape[2:].numel()
+        index = torch.arange(0, taken.numel, taken.stride, device=weights.device)
+        rest, place = index // places, index % places
+        group = rest % channels // (channels // self._groups)
+        return weights.reshape(-1)[(rest // channels * self._groups + group) * places + place]
 
     def for_input(self, g: Tensor, taken: Sample) -> Tensor:
         size = (self._x_shape[0], self._groups, *self._x_shape[2:])
         weights = self._transposed(size, self._ones, self._per_group(g), groups=self._groups, **self._options)
-        return taken.pick(self._per_channel(weights, self._x_shape[1]))
+        return self._picked(weights, taken, self._x_shape)
 
     def for_gradient(self, taken: Sample) -> Tensor:
-        return taken.pick(self._per_channel(self._x_rows, self._y_shape[1]))
+        return self._picked(self._x_rows, taken, self._y_shape)

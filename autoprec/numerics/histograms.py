@@ -16,7 +16,7 @@ from torch import Tensor
 from autoprec.numerics.packing import amax_of
 from autoprec.profiles import BINS, RangeHistogram
 
-__all__ = ["SAMPLE_LIMIT", "Sample", "histogram", "sample", "stride_for"]
+__all__ = ["SAMPLE_LIMIT", "Sample", "histogram", "sample", "stride_for", "thinned"]
 
 #: Elements beyond which a tensor is sampled in calibration: the size from which the design samples.
 SAMPLE_LIMIT = 1 << 16
@@ -52,6 +52,14 @@ def stride_for(shape: torch.Size, limit: int) -> int:
     while any(math.gcd(stride, size) > 1 for size in shape if size > 1):
         stride += 1
     return stride
+
+
+def thinned(taken: Sample, x: Tensor, limit: int) -> Sample:
+    """A sample of fewer elements of the same tensor; amax and nonfinite stay those of the whole."""
+    stride = stride_for(x.shape, limit)
+    if stride == taken.stride:
+        return taken
+    return taken._replace(magnitudes=x.detach().reshape(-1)[::stride].float().abs(), stride=stride)
 
 
 def sample(x: Tensor, limit: int = SAMPLE_LIMIT) -> Sample:

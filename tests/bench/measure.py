@@ -58,7 +58,7 @@ def warm(workload: Workload, seed: int = 0) -> tuple[nn.Module, list[Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrated:
-    """A warm model, its batches, what calibration saw, and what it took (seconds)."""
+    """A warm model, its batches, what calibration saw, and what it took beside as many plain steps."""
 
     workload: Workload
     model: nn.Module
@@ -68,6 +68,8 @@ class Calibrated:
     plain_seconds: float
     calibration_seconds: float
     timing_seconds: float
+    plain_peak_bytes: int
+    observed_peak_bytes: int
 
     def planned(self, policy: str, budget: str | None = None, **changes: Any) -> Plan | None:
         """The plan that `compile` adopts, tournament and all; None where none fits."""
@@ -108,6 +110,7 @@ def calibrate(workload: Workload) -> Calibrated:
     for batch in batches:
         workload.loss(plain, batch).backward()
     plain_seconds = time.perf_counter() - begin
+    plain_peak = peak_bytes(lambda: workload.loss(plain, batches[0]).backward(), torch.device("cpu"))
     observed = copy.deepcopy(model)
     policy = load_policy("balanced")
     autoprec.compile(observed, policy=policy, events=None)
@@ -117,6 +120,8 @@ def calibrate(workload: Workload) -> Calibrated:
     begin = time.perf_counter()
     session.calibrate(batches, workload.loss)
     calibrated = time.perf_counter()
+    observed_peak = peak_bytes(lambda: workload.loss(observed, batches[0]).backward(), torch.device("cpu"))
+    again = time.perf_counter()
     device = session.measure_device()
     timed = time.perf_counter()
     return Calibrated(
@@ -127,7 +132,9 @@ def calibrate(workload: Workload) -> Calibrated:
         device=device,
         plain_seconds=plain_seconds,
         calibration_seconds=calibrated - begin,
-        timing_seconds=timed - calibrated,
+        timing_seconds=timed - again,
+        plain_peak_bytes=plain_peak,
+        observed_peak_bytes=observed_peak,
     )
 
 
