@@ -22,8 +22,8 @@ from autoprec.devices import Device
 from autoprec.serial import load_policy
 from tests.bench.measure import one_thread
 
-GRADIENT_LIMITS = (0.005, 0.02, 0.05, 0.2, 1.0)
-LOSS_LIMITS = (0.0005, 0.002, 0.005, 0.02, 0.1)
+GRADIENT_LIMITS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
+LOSS_LIMITS = (0.0001, 0.0003, 0.001, 0.003, 0.005)
 UNBOUND = 1e6
 
 
