@@ -258,6 +258,20 @@ def test_plan_says_what_it_wrote(calibrated: Path, run: Run) -> None:
         assert word in out
 
 
+def test_a_dry_run_says_all_and_writes_nothing(calibrated: Path, run: Run) -> None:
+    profile = calibrated / "net.safetensors"
+    _, wet, _ = run("plan", profile, "--policy", "memory", "--json")
+    _, wet_text, _ = run("plan", profile, "--policy", "memory")
+    Path("plan.yaml").unlink()
+    code, out, err = run("plan", profile, "--policy", "memory", "--dry-run", "--json")
+    assert (code, err) == (0, "") and list(Path().iterdir()) == []
+    assert json.loads(out) == json.loads(wet) | {"plan": None, "dry_run": True}
+    # Not even where nothing could be written.
+    code, out, _ = run("plan", profile, "--policy", "memory", "--dry-run", "-o", "no/such/folder/plan.yaml")
+    assert code == 0 and out.endswith("nothing was written: this was a dry run\n")
+    assert out.splitlines()[:-1] == wet_text.splitlines()[:-2] and list(Path().iterdir()) == []
+
+
 def test_plan_keeps_a_budget_or_says_what_the_smallest_is(calibrated: Path, run: Run) -> None:
     profile = calibrated / "net.safetensors"
     code, out, _ = run("plan", profile, "--policy", "memory", "--budget", "99%", "--json")

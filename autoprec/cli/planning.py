@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from rich.text import Text
 
-from autoprec.cli.calibrating import device_path
+from autoprec.cli.inputs import read_inputs
 from autoprec.cli.output import show
-from autoprec.errors import DeviceError, PlanError
-from autoprec.graphs import OpGraph
+from autoprec.errors import PlanError
 from autoprec.planning.planner import make_plan
-from autoprec.planning.problem import optimizer_bytes
-from autoprec.policies import Policy
 from autoprec.reporting.plans import matching, op_table, ops_table, plan_data, summary, totals_table
-from autoprec.serial import check_writable, load_policy, read_device, read_plan, read_profile, write_plan
+from autoprec.serial import check_writable, read_plan, write_plan
 
 __all__ = ["show_plan", "write_offline_plan"]
 
 
 def write_offline_plan(
-    profile: Path, policy: str, budget: str | None, device: Path | None, out: Path, *, as_json: bool
+    profile: Path, policy: str, budget: str | None, device: Path | None, out: Path | None, *, as_json: bool
 ) -> int:
-    """Plan from a profile and timings, and write the plan."""
-    check_writable(out, PlanError)
-    chosen = load_policy(policy)
-    if budget is not None:
-        chosen = chosen.replaced(budget=budget)
-    seen, graph = read_profile(profile)
-    beside = device_path(profile)
-    if device is None and not beside.exists():
-        raise DeviceError(f"{beside}: there are no timings beside {profile}; name them with --device FILE")
-    timings = read_device(device or beside)
-    graph = _with_optimizer(graph, chosen)
-    chosen.check_against(graph)
-    made = make_plan(graph, seen, timings, chosen)
-    write_plan(out, made)
-    written = Text(f"plan     {out}\nnext     autoprec explain {out}, or autoprec.compile(model, plan={str(out)!r})")
-    show({"plan": str(out), **plan_data(made)}, summary(made), totals_table(made), written, as_json=as_json)
+    """Plan from a profile and timings, and write the plan; without `out` nothing is written."""
+    if out is not None:
+        check_writable(out, PlanError)
+    given = read_inputs(profile, policy, budget, device)
+    made = make_plan(given.graph, given.profile, given.device, given.policy)
+    written = Text("nothing was written: this was a dry run")
+    if out is not None:
+        write_plan(out, made)
+        written = Text(f"plan     {out}\nnext     autoprec explain {out}, or autoprec.compile(model, plan={str(out)!r})")
+    said = {"plan": None if out is None else str(out), "dry_run": out is None}
+    show({**said, **plan_data(made)}, summary(made), totals_table(made), written, as_json=as_json)
     return 0
 
 
@@ -51,10 +42,3 @@ def show_plan(path: Path, op: str | None, *, as_json: bool) -> int:
         return 0
     show(plan_data(plan), ops_table(plan), totals_table(plan), summary(plan), as_json=as_json)
     return 0
-
-
-def _with_optimizer(graph: OpGraph, policy: Policy) -> OpGraph:
-    """The graph with the state of the optimizer that the policy names: there is none to look at offline."""
-    if graph.optimizer_bytes:
-        return graph
-    return replace(graph, optimizer_bytes=optimizer_bytes(policy.optimizer, graph.gradient_bytes))

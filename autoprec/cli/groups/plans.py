@@ -1,0 +1,45 @@
+"""Commands that make plans and speak of them: plan, explain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autoprec.cli.command import BudgetText, DeviceFile, Json, PolicyName, command
+
+__all__ = ["explain", "plan"]
+
+Profile = Annotated[Path, typer.Argument(metavar="PROFILE", help="What calibrate wrote.")]
+
+
+@command
+def plan(
+    profile: Profile,
+    policy: PolicyName = "balanced",
+    budget: BudgetText = None,
+    device: DeviceFile = None,
+    out: Annotated[Path, typer.Option("-o", "--out", help="Plan file to write.")] = Path("plan.yaml"),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and print, but write no file.")] = False,
+    json: Json = False,
+) -> int:
+    """Decide the format of every op, from files alone.
+
+    Needs neither the model nor torch nor the device.
+    """
+    from autoprec.cli.planning import write_offline_plan
+
+    return write_offline_plan(profile, policy, budget, device, None if dry_run else out, as_json=json)
+
+
+@command
+def explain(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    op: Annotated[str | None, typer.Argument(metavar="[OP]", help="An op or module, or a glob: 'blocks.0.*'.")] = None,
+    json: Json = False,
+) -> int:
+    """Say what each op of a plan got, and why."""
+    from autoprec.cli.planning import show_plan
+
+    return show_plan(plan, op, as_json=json)
