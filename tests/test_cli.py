@@ -18,7 +18,7 @@ from autoprec.cli.main import app
 from autoprec.formats import COMPUTE_FORMATS
 from autoprec.serial import read_device, read_plan, read_profile, write_device
 
-COMMANDS = ("demo", "calibrate", "plan", "explain", "doctor")
+COMMANDS = ("demo", "calibrate", "plan", "explain", "diff", "doctor")
 
 TARGETS = """
 from dataclasses import dataclass

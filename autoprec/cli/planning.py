@@ -1,4 +1,4 @@
-"""`autoprec plan` and `autoprec explain`: files in, a plan or its explanation out. No torch."""
+"""`autoprec plan`, `explain` and `diff`: files in, a plan or what there is to say of it out. No torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from autoprec.cli.inputs import read_inputs
 from autoprec.cli.output import show
 from autoprec.errors import PlanError
 from autoprec.planning.planner import make_plan
+from autoprec.reporting.differences import difference_tables, differences, differences_data
 from autoprec.reporting.plans import matching, op_table, ops_table, plan_data, summary, totals_table
 from autoprec.serial import check_writable, read_plan, write_plan
 
-__all__ = ["show_plan", "write_offline_plan"]
+__all__ = ["show_differences", "show_plan", "write_offline_plan"]
 
 
 def write_offline_plan(
@@ -27,7 +28,9 @@ def write_offline_plan(
     written = Text("nothing was written: this was a dry run")
     if out is not None:
         write_plan(out, made)
-        written = Text(f"plan     {out}\nnext     autoprec explain {out}, or autoprec.compile(model, plan={str(out)!r})")
+        written = Text(
+            f"plan     {out}\nnext     autoprec explain {out}, or autoprec.compile(model, plan={str(out)!r})"
+        )
     said = {"plan": None if out is None else str(out), "dry_run": out is None}
     show({**said, **plan_data(made)}, summary(made), totals_table(made), written, as_json=as_json)
     return 0
@@ -42,3 +45,12 @@ def show_plan(path: Path, op: str | None, *, as_json: bool) -> int:
         return 0
     show(plan_data(plan), ops_table(plan), totals_table(plan), summary(plan), as_json=as_json)
     return 0
+
+
+def show_differences(before: Path, after: Path, *, as_json: bool) -> int:
+    """Compare two plans; 1 if they decide otherwise."""
+    was, now = read_plan(before), read_plan(after)
+    found = differences(was, now)
+    data = {"plans": [str(before), str(after)], **differences_data(found, was, now)}
+    show(data, *difference_tables(found, was, now), as_json=as_json)
+    return 0 if found.same_decisions else 1

@@ -1,4 +1,4 @@
-"""Commands that make plans and speak of them: plan, explain."""
+"""Commands that make plans and speak of them: plan, explain, diff."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from autoprec.cli.command import BudgetText, DeviceFile, Json, PolicyName, command
 
-__all__ = ["explain", "plan"]
+__all__ = ["diff", "explain", "plan"]
 
 Profile = Annotated[Path, typer.Argument(metavar="PROFILE", help="What calibrate wrote.")]
 
@@ -43,3 +43,19 @@ def explain(
     from autoprec.cli.planning import show_plan
 
     return show_plan(plan, op, as_json=json)
+
+
+@command
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    after: Annotated[Path, typer.Argument(metavar="PLAN", help="Another one.")],
+    json: Json = False,
+) -> int:
+    """Say what the second of two plans does otherwise.
+
+    Exit code 0 if they decide the same (formats, storages, FP16 regions, casts that saturate), 1 if not. Policy,
+    device, budget and predictions are told, but are no decisions.
+    """
+    from autoprec.cli.planning import show_differences
+
+    return show_differences(before, after, as_json=json)
