@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from autoprec.cli.main import app
 from autoprec.formats import COMPUTE_FORMATS
 from autoprec.serial import read_device, read_plan, read_profile, write_device
 
@@ -114,20 +113,6 @@ value = 3
 
 Answer = tuple[int, str, str]
 Run = Callable[..., Answer]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Exit code, stdout and stderr of a command, in this process."""
-
-    def call(*arguments: object) -> Answer:
-        with pytest.raises(SystemExit) as caught:
-            app([str(a) for a in arguments], prog_name="autoprec")
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return int(caught.value.code or 0), out, err
-
-    return call
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoprec.cli.main import app
 from autoprec.graphs import Role
 from autoprec.plans import Assignment, Plan, Region, Storage, Totals
 from autoprec.reporting.differences import differences
@@ -40,17 +38,6 @@ def layered(formats: dict[int, str], layers: int = 60, **more: Any) -> Plan:
         ),
         **more,
     )
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*arguments: object) -> Answer:
-        with pytest.raises(SystemExit) as caught:
-            app([str(a) for a in arguments], prog_name="autoprec")
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return call
 
 
 def diff(run: Run, before: Plan, after: Plan) -> tuple[int, dict[str, Any], str]:

@@ -8,10 +8,11 @@ from rich.text import Text
 
 from autoprec.cli.inputs import read_inputs
 from autoprec.cli.output import show
-from autoprec.errors import PlanError
+from autoprec.errors import InputError, PlanError
 from autoprec.planning.planner import make_plan
 from autoprec.reporting.differences import difference_tables, differences, differences_data
 from autoprec.reporting.plans import matching, op_table, ops_table, plan_data, summary, totals_table
+from autoprec.reporting.whynot import answer_tables, answers_data, why_not
 from autoprec.serial import check_writable, read_plan, write_plan
 
 __all__ = ["show_differences", "show_plan", "write_offline_plan"]
@@ -36,14 +37,24 @@ def write_offline_plan(
     return 0
 
 
-def show_plan(path: Path, op: str | None, *, as_json: bool) -> int:
-    """Explain a whole plan, or the ops that match a glob."""
+def show_plan(path: Path, op: str | None, why_not_format: str | None, *, as_json: bool) -> int:
+    """Explain a whole plan, or the ops that match a glob, or why these are not in another format."""
     plan = read_plan(path)
-    if op is not None:
-        found = matching(plan, op)
+    if op is None:
+        if why_not_format is not None:
+            raise InputError("--why-not asks about ops: name one, or a glob, after the plan: autoprec explain PLAN OP")
+        show(plan_data(plan), ops_table(plan), totals_table(plan), summary(plan), as_json=as_json)
+        return 0
+    found = matching(plan, op)
+    if why_not_format is None:
         show(plan_data(plan, found), *(op_table(d) for d in found), as_json=as_json)
         return 0
-    show(plan_data(plan), ops_table(plan), totals_table(plan), summary(plan), as_json=as_json)
+    try:
+        answers = why_not(plan, found, why_not_format)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
+    data = {"plan": str(path), "binding": plan.binding, "answers": answers_data(answers)}
+    show(data, *answer_tables(answers, plan), as_json=as_json)
     return 0
 
 

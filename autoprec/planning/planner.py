@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -14,12 +15,12 @@ from autoprec.planning.highs import smallest_peak, solve
 from autoprec.planning.polish import polish
 from autoprec.planning.pricing import Prices
 from autoprec.planning.problem import Problem, build_problem, fixed_bytes
-from autoprec.planning.reasons import Reasons, bytes_text, violation_text
+from autoprec.planning.reasons import Reason, Reasons, bytes_text, violation_text
 from autoprec.planning.regions import fp16_regions
 from autoprec.planning.roots import resolve_roots
 from autoprec.planning.uniform import uniform_choice
 from autoprec.planning.values import Choice, Evaluation, Solution
-from autoprec.plans import AS_IS, Assignment, Plan, Storage, Totals
+from autoprec.plans import AS_IS, Assignment, Dropped, Plan, Storage, Totals
 from autoprec.policies import Policy, parse_budget
 from autoprec.profiles import Profile
 
@@ -136,12 +137,25 @@ def plan_from_choice(
     reasons = Reasons(problem, solution)
     choice = solution.choice
     assignments = tuple(
-        Assignment(op=u.op, role=u.role, format=u.options[k], reason=why)
+        Assignment(
+            op=u.op,
+            role=u.role,
+            format=u.options[k],
+            reason=why.text,
+            alternatives=why.alternatives,
+            dropped=_all_dropped(why, u.options, policy.formats, "nobody asks for this gradient"),
+        )
         for u, k, why in zip(problem.units, choice.options, reasons.units, strict=True)
     )
     kept = dict(choice.stored)
     storages = tuple(
-        Storage(tensor=problem.tensors[t].id, format=kept.get(t, AS_IS), reason=why)
+        Storage(
+            tensor=problem.tensors[t].id,
+            format=kept.get(t, AS_IS),
+            reason=why.text,
+            alternatives=why.alternatives,
+            dropped=_all_dropped(why, problem.tensors[t].storages, policy.storage.formats, _UNREADABLE),
+        )
         for t, why in reasons.storages.items()
     )
     roots = resolve_roots(graph)
@@ -162,6 +176,16 @@ def plan_from_choice(
         graph_fingerprint=graph.fingerprint,
         device=device.name,
     )
+
+
+#: Why a storage of the policy's is none of a tensor that has others.
+_UNREADABLE = "an op that keeps the tensor cannot read it back from there, or what that costs in noise cannot be judged"
+
+
+def _all_dropped(why: Reason, options: Sequence[str], wanted: Sequence[str], otherwise: str) -> tuple[Dropped, ...]:
+    """Every format that the policy wants and that is no option, so that none of them is without a word."""
+    told = {*options, *(d.format for d in why.dropped)}
+    return (*why.dropped, *(Dropped(format=f, why=otherwise) for f in wanted if f not in told))
 
 
 def _saturating(problem: Problem, choice: Choice) -> tuple[str, ...]:

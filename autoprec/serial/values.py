@@ -32,6 +32,8 @@ __all__ = [
 VERSION = 1
 POLICY_LIMIT = 64 << 10
 VALUE_LIMIT = 16 << 20
+#: Short items, and many of them.
+_INLINE = ("alternatives", "dropped")
 
 T = TypeVar("T")
 
@@ -137,7 +139,7 @@ def _write(path: PathLike, name: str, value: Any, error: type[InputError]) -> No
         if os.fspath(path).lower().endswith(".json"):
             text = json.dumps(plain, indent=1, allow_nan=False) + "\n"
         else:
-            text = dump_yaml(plain)
+            text = dump_yaml(plain, _INLINE)
         data = text.encode()
     except (InputError, ValueError) as reason:
         raise error(f"{os.fspath(path)}: this {name} cannot be written: {reason}") from reason

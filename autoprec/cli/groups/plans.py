@@ -37,12 +37,15 @@ def plan(
 def explain(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
     op: Annotated[str | None, typer.Argument(metavar="[OP]", help="An op or module, or a glob: 'blocks.0.*'.")] = None,
+    why_not: Annotated[
+        str | None, typer.Option("--why-not", metavar="FORMAT", help="Why OP is not (or not kept) in this format.")
+    ] = None,
     json: Json = False,
 ) -> int:
     """Say what each op of a plan got, and why."""
     from autoprec.cli.planning import show_plan
 
-    return show_plan(plan, op, as_json=json)
+    return show_plan(plan, op, why_not, as_json=json)
 
 
 @command
