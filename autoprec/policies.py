@@ -32,6 +32,7 @@ __all__ = [
     "StorageOptions",
     "described",
     "dotted",
+    "nearest_op",
     "parse_budget",
     "policy_problems",
 ]
@@ -321,7 +322,7 @@ class Policy(_Part):
         if unused:
             lines = [
                 f"policy {self.name!r}: rules[{self.rules.index(rule)}] ({rule}) matches no op of {graph.model}."
-                f"{_nearest_op(rule, graph)}"
+                f"{nearest_op(rule, graph)}"
                 for rule in unused
             ]
             raise PolicyError("\n".join([*lines, "Correct the rule, or give it `optional: true`."]))
@@ -334,7 +335,7 @@ class Policy(_Part):
             raise _policy_error(f"policy {self.name!r}", error) from error
 
 
-def _nearest_op(rule: Rule, graph: OpGraph) -> str:
+def nearest_op(rule: Rule, graph: OpGraph) -> str:
     """The kind or FQN of the graph that the rule most nearly names."""
     if not graph.ops:
         return " The graph has no ops."

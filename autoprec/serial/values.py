@@ -21,10 +21,12 @@ __all__ = [
     "event_from_json_line",
     "event_to_json_line",
     "load_policy",
+    "policy_path",
     "policy_names",
     "read_device",
     "read_plan",
     "read_policy",
+    "rule_places",
     "write_device",
     "write_plan",
 ]
@@ -86,20 +88,31 @@ def policy_names() -> tuple[str, ...]:
 
 def load_policy(policy: str | os.PathLike[str] | Policy) -> Policy:
     """A policy by name, by path (a string with a separator or ending in .yaml, .yml or .json), or itself."""
-    if isinstance(policy, Policy):
-        return policy
+    return policy if isinstance(policy, Policy) else read_policy(policy_path(policy))
+
+
+def policy_path(policy: str | os.PathLike[str]) -> PathLike:
+    """The file of a policy, by its name or path as in `load_policy`."""
     if isinstance(policy, os.PathLike):
-        return read_policy(policy)
+        return policy
     if not isinstance(policy, str):
         raise PolicyError(f"a policy must be a name, a path or a Policy, not {described(policy)}")
     separators = [s for s in (os.sep, os.altsep) if s]
     if policy.endswith((".yaml", ".yml", ".json")) or any(s in policy for s in separators):
-        return read_policy(policy)
+        return policy
     if policy not in policy_names():
         raise PolicyError(
             f"unknown policy {policy[:60]!r}.{nearest(policy, policy_names())} A path ends in .yaml or holds a {os.sep}"
         )
-    return read_policy(_policy_folder() / f"{policy}.yaml")
+    return _policy_folder() / f"{policy}.yaml"
+
+
+def rule_places(path: PathLike) -> tuple[str, ...]:
+    """file:line:column of each rule in a policy file."""
+    root = read_tree(Source(os.fspath(path), PolicyError), POLICY_LIMIT)
+    rules = root.value.get("rules") if isinstance(root.value, dict) else None
+    items = rules.value if rules is not None and isinstance(rules.value, list) else []
+    return tuple(f"{os.fspath(path)}:{item.line}:{item.column}" for item in items)
 
 
 # -- plans and devices ---------------------------------------------------------------------------------------------
