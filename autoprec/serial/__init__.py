@@ -1,7 +1,8 @@
 """Strict reading and atomic writing of policies, plans, devices, profiles and events."""
 
-from autoprec.serial.files import check_writable
+from autoprec.serial.files import check_writable, write_text
 from autoprec.serial.profiles import read_profile, write_profile
+from autoprec.serial.schemas import policy_schema
 from autoprec.serial.values import (
     event_from_json_line,
     event_to_json_line,
@@ -23,6 +24,7 @@ __all__ = [
     "load_policy",
     "policy_names",
     "policy_path",
+    "policy_schema",
     "read_device",
     "read_plan",
     "read_policy",
@@ -31,4 +33,5 @@ __all__ = [
     "write_device",
     "write_plan",
     "write_profile",
+    "write_text",
 ]

@@ -13,8 +13,8 @@ from functools import cache
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
+from autoprec.checks import described
 from autoprec.errors import InputError, nearest
-from autoprec.policies import described
 from autoprec.serial.trees import Node, Plain, Source
 
 __all__ = ["Problem", "decode", "encode", "refused", "take_envelope"]

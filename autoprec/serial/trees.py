@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
+from autoprec.checks import described
 from autoprec.errors import InputError
-from autoprec.policies import described
 
 __all__ = ["MAX_DEPTH", "Node", "Plain", "Source", "dump_yaml", "parse_json", "parse_yaml"]
 

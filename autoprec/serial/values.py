@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from autoprec.checks import described
 from autoprec.devices import Device
 from autoprec.errors import DeviceError, InputError, PlanError, PolicyError, nearest
 from autoprec.plans import Event, Plan
-from autoprec.policies import Policy, described, dotted, policy_problems
+from autoprec.policies import Policy, dotted, policy_problems
 from autoprec.serial.codec import Problem, decode, encode, refused, take_envelope
 from autoprec.serial.files import PathLike, read_tree, write_atomic
 from autoprec.serial.trees import Node, Source, dump_yaml, parse_json

@@ -9,7 +9,7 @@ import typer
 
 from autoprec.cli.command import Json, command
 
-__all__ = ["check"]
+__all__ = ["check", "schema"]
 
 
 @command
@@ -31,3 +31,14 @@ def check(
     from autoprec.cli.policies import show_check
 
     return show_check(policy, profile, device, as_json=json)
+
+
+@command
+def schema(
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="File to write [default: print it].")] = None,
+    json: Annotated[bool, typer.Option("--json", help="With -o: say what was written as JSON.")] = False,
+) -> int:
+    """Print the JSON Schema of policy files, for editors."""
+    from autoprec.cli.policies import show_schema
+
+    return show_schema(out, as_json=json)
