@@ -24,7 +24,7 @@ from autoprec.plans import AS_IS, Assignment, Dropped, Plan, Storage, Totals
 from autoprec.policies import Policy, parse_budget
 from autoprec.profiles import Profile
 
-__all__ = ["fp32_totals", "make_plan", "plan_from_choice", "resolve_budget"]
+__all__ = ["fp32_totals", "gap_for", "make_plan", "plan_from_choice", "resolve_budget"]
 
 
 #: Up to this many decisions a plan is proven optimal; beyond, proven within `_LARGE_GAP`.
@@ -93,7 +93,7 @@ def make_plan(
     if budget_bytes is None and (budget := parse_budget(policy.budget)) is not None:
         budget_bytes = resolve_budget(budget, graph, fp32)
     problem = build_problem(graph, profile, device, policy, budget_bytes=budget_bytes, banned=banned)
-    gap = _gap_for(problem) if relative_gap is None else relative_gap
+    gap = gap_for(problem) if relative_gap is None else relative_gap
     solution = solve(problem, relative_gap=gap)
     if solution is None:
         raise InfeasibleError(_why_infeasible(problem, gap))
@@ -197,7 +197,8 @@ def _saturating(problem: Problem, choice: Choice) -> tuple[str, ...]:
     )
 
 
-def _gap_for(problem: Problem) -> float:
+def gap_for(problem: Problem) -> float:
+    """How far from the proven optimum a solver may stop: nothing for small problems, a thousandth for large ones."""
     decisions = sum(len(u.options) > 1 for u in problem.units) + len(problem.storable)
     return 0.0 if decisions <= _EXACT_DECISIONS else _LARGE_GAP
 

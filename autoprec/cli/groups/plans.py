@@ -1,4 +1,4 @@
-"""Commands that make plans and speak of them: plan, explain, diff."""
+"""Commands that make plans and speak of them: plan, explain, diff, pareto."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from autoprec.cli.command import BudgetText, DeviceFile, Json, PolicyName, command
 
-__all__ = ["diff", "explain", "plan"]
+__all__ = ["diff", "explain", "pareto", "plan"]
 
 Profile = Annotated[Path, typer.Argument(metavar="PROFILE", help="What calibrate wrote.")]
 
@@ -62,3 +62,23 @@ def diff(
     from autoprec.cli.planning import show_differences
 
     return show_differences(before, after, as_json=json)
+
+
+@command
+def pareto(
+    profile: Profile,
+    policy: PolicyName = "balanced",
+    budget: BudgetText = None,
+    device: DeviceFile = None,
+    points: Annotated[int, typer.Option("--points", min=2, max=100, help="Budgets to plan for.")] = 8,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="SVG file to draw into.")] = None,
+    json: Json = False,
+) -> int:
+    """Say what each budget would cost, from the smallest on.
+
+    All figures are predicted. Plans that another one beats are left out. The budget that is named (here or in the
+    policy) is marked, else the knee of the curve.
+    """
+    from autoprec.cli.tradeoffs import show_tradeoffs
+
+    return show_tradeoffs(profile, policy, budget, device, points, out, as_json=json)
