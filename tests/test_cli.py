@@ -17,7 +17,7 @@ import pytest
 from autoprec.formats import COMPUTE_FORMATS
 from autoprec.serial import read_device, read_plan, read_profile, write_device
 
-COMMANDS = ("demo", "calibrate", "plan", "explain", "diff", "pareto", "check", "schema", "doctor")
+COMMANDS = ("demo", "calibrate", "plan", "explain", "diff", "pareto", "check", "schema", "replay", "doctor")
 
 TARGETS = """
 from dataclasses import dataclass

@@ -71,7 +71,7 @@ def test_the_picture_is_svg_and_says_that_it_predicts(run: Run) -> None:
     [
         (("-o", "a.png"), "a.png: the picture is an SVG"),
         (("-o", "no/such/folder/a.svg"), "its directory does not exist"),
-        (("--points", "1"), "1 is not in the range"),
+        (("--points", "1"), "'--points'"),
         (("--budget", "lots"), "lots"),
     ],
 )

@@ -117,7 +117,7 @@ def large() -> Plan:
     """100 ops with decisions, and every format and storage there is."""
     make, graph = transformer(13)
     policy = Policy(name="x", formats=["fp32", "bf16", "fp16"], objective="bytes")
-    plan = make_plan(graph, make.profile(graph), modelled_device(graph), policy)
+    plan = make_plan(graph, make.profile(graph), modelled_device(graph), policy, relative_gap=0.1)
     assert len({a.op for a in plan.assignments}) >= 100
     return plan
 
@@ -230,6 +230,21 @@ def test_a_budget_is_broken_by_so_many_bytes(run: Run) -> None:
     for a, v in peaks:
         assert v.kind == "peak" and v.limit == plan.budget_bytes
         assert v.value == plan.predicted.peak_bytes + a.peak_bytes > v.limit
+
+
+@pytest.mark.parametrize("name", ["plan.yaml", "plan.json"])
+def test_a_format_whose_noise_has_no_bound_is_no_alternative(name: str, run: Run) -> None:
+    case = made_case()
+    huge = tuple(
+        dataclasses.replace(t, gradient_weight_grad=histogram(np.array([1e6, 1.0]))) if t.id == "first:linear#0" else t
+        for t in case.profile.tensors
+    )
+    policy = case.policy.replaced(loss_scaling={"mode": "none"})
+    plan = plan_of(dataclasses.replace(case, profile=dataclasses.replace(case.profile, tensors=huge), policy=policy))
+    write_plan(name, plan)
+    assert read_plan(name) == plan
+    answers, text = asked(run, plan, "first", "fp16")
+    assert answers["output"]["verdict"] == "dropped" and "its noise would have no bound" in text
 
 
 def test_a_plan_that_recorded_nothing_says_how_to_get_it(made: Plan, run: Run) -> None:

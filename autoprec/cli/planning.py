@@ -8,32 +8,59 @@ from rich.text import Text
 
 from autoprec.cli.inputs import read_inputs
 from autoprec.cli.output import show
-from autoprec.errors import InputError, PlanError
-from autoprec.planning.planner import make_plan
+from autoprec.errors import InfeasibleError, InputError, PlanError, SolverError
+from autoprec.planning.cases import Case
+from autoprec.planning.planner import best_solution, plan_of_solution, problem_of
 from autoprec.reporting.differences import difference_tables, differences, differences_data
 from autoprec.reporting.plans import matching, op_table, ops_table, plan_data, summary, totals_table
 from autoprec.reporting.whynot import answer_tables, answers_data, why_not
-from autoprec.serial import check_writable, read_plan, write_plan
+from autoprec.serial import check_case_path, check_writable, read_plan, write_case, write_plan
 
 __all__ = ["show_differences", "show_plan", "write_offline_plan"]
 
 
 def write_offline_plan(
-    profile: Path, policy: str, budget: str | None, device: Path | None, out: Path | None, *, as_json: bool
+    profile: Path,
+    policy: str,
+    budget: str | None,
+    device: Path | None,
+    out: Path | None,
+    case_out: Path | None,
+    *,
+    as_json: bool,
 ) -> int:
-    """Plan from a profile and timings, and write the plan; without `out` nothing is written."""
+    """Plan from a profile and timings; write the plan, and the problem if asked. Nothing is written without `out`."""
+    if out is None and case_out is not None:
+        raise InputError("--dry-run writes no file, and --save-case names one: give one of the two")
+    if case_out is not None:
+        check_case_path(case_out)
+        check_writable(case_out, InputError)
     if out is not None:
         check_writable(out, PlanError)
     given = read_inputs(profile, policy, budget, device)
-    made = make_plan(given.graph, given.profile, given.device, given.policy)
-    written = Text("nothing was written: this was a dry run")
+    parts = given.graph, given.profile, given.device, given.policy
+    problem, fp32 = problem_of(*parts)
+    try:
+        solution = best_solution(problem)
+    except (InfeasibleError, SolverError):
+        if case_out is not None:  # then more than ever
+            write_case(case_out, Case(problem=problem))
+        raise
+    made = plan_of_solution(*parts, problem, solution, fp32)
+    if case_out is not None:
+        write_case(case_out, Case(problem=problem, objective=solution.evaluation.objective, gap=solution.gap))
+    written = "nothing was written: this was a dry run"
     if out is not None:
         write_plan(out, made)
-        written = Text(
-            f"plan     {out}\nnext     autoprec explain {out}, or autoprec.compile(model, plan={str(out)!r})"
-        )
-    said = {"plan": None if out is None else str(out), "dry_run": out is None}
-    show({**said, **plan_data(made)}, summary(made), totals_table(made), written, as_json=as_json)
+        use = f"autoprec explain {out}, or autoprec.compile(model, plan={str(out)!r})"
+        case = "" if case_out is None else f"case     {case_out}\n"
+        written = f"plan     {out}\n{case}next     {use}"
+    said = {
+        "plan": None if out is None else str(out),
+        "case": None if case_out is None else str(case_out),
+        "dry_run": out is None,
+    }
+    show({**said, **plan_data(made)}, summary(made), totals_table(made), Text(written), as_json=as_json)
     return 0
 
 

@@ -24,7 +24,16 @@ from autoprec.plans import AS_IS, Assignment, Dropped, Plan, Storage, Totals
 from autoprec.policies import Policy, parse_budget
 from autoprec.profiles import Profile
 
-__all__ = ["fp32_totals", "gap_for", "make_plan", "plan_from_choice", "resolve_budget"]
+__all__ = [
+    "best_solution",
+    "fp32_totals",
+    "gap_for",
+    "make_plan",
+    "plan_from_choice",
+    "plan_of_solution",
+    "problem_of",
+    "resolve_budget",
+]
 
 
 #: Up to this many decisions a plan is proven optimal; beyond, proven within `_LARGE_GAP`.
@@ -89,16 +98,46 @@ def make_plan(
     finely); the plan carries the gap that was reached. `InfeasibleError` with the smallest feasible budget if there is
     no such plan.
     """
+    problem, fp32 = problem_of(graph, profile, device, policy, budget_bytes=budget_bytes, banned=banned)
+    solution = best_solution(problem, relative_gap=relative_gap)
+    return plan_of_solution(graph, profile, device, policy, problem, solution, fp32)
+
+
+def problem_of(
+    graph: OpGraph,
+    profile: Profile,
+    device: Device,
+    policy: Policy,
+    *,
+    budget_bytes: int | None = None,
+    banned: frozenset[tuple[str, str]] = frozenset(),
+) -> tuple[Problem, Totals]:
+    """What `make_plan` solves, and the totals of FP32."""
     fp32 = fp32_totals(graph, profile, device, policy)
     if budget_bytes is None and (budget := parse_budget(policy.budget)) is not None:
         budget_bytes = resolve_budget(budget, graph, fp32)
-    problem = build_problem(graph, profile, device, policy, budget_bytes=budget_bytes, banned=banned)
+    return build_problem(graph, profile, device, policy, budget_bytes=budget_bytes, banned=banned), fp32
+
+
+def best_solution(problem: Problem, *, relative_gap: float | None = None) -> Solution:
+    """The best choice within a gap, as in `make_plan`; `InfeasibleError` if there is none."""
     gap = gap_for(problem) if relative_gap is None else relative_gap
     solution = solve(problem, relative_gap=gap)
     if solution is None:
         raise InfeasibleError(_why_infeasible(problem, gap))
-    if solution.gap > 0.0:
-        solution = polish(problem, solution)
+    return polish(problem, solution) if solution.gap > 0.0 else solution
+
+
+def plan_of_solution(
+    graph: OpGraph,
+    profile: Profile,
+    device: Device,
+    policy: Policy,
+    problem: Problem,
+    solution: Solution,
+    fp32: Totals,
+) -> Plan:
+    """The plan that a solution gives, or all-FP32 where that is as fast within what predictions err by."""
     earned = _earned(problem, solution) if policy.objective == "time" else solution
     plan = plan_from_choice(graph, profile, device, policy, problem, earned, fp32)
     if earned is solution:

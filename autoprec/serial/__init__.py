@@ -1,5 +1,6 @@
-"""Strict reading and atomic writing of policies, plans, devices, profiles and events."""
+"""Strict reading and atomic writing of policies, plans, devices, profiles, cases and events."""
 
+from autoprec.serial.cases import check_case_path, read_case, write_case
 from autoprec.serial.files import check_writable, write_text
 from autoprec.serial.profiles import read_profile, write_profile
 from autoprec.serial.schemas import policy_schema
@@ -18,6 +19,7 @@ from autoprec.serial.values import (
 )
 
 __all__ = [
+    "check_case_path",
     "check_writable",
     "event_from_json_line",
     "event_to_json_line",
@@ -25,11 +27,13 @@ __all__ = [
     "policy_names",
     "policy_path",
     "policy_schema",
+    "read_case",
     "read_device",
     "read_plan",
     "read_policy",
     "read_profile",
     "rule_places",
+    "write_case",
     "write_device",
     "write_plan",
     "write_profile",

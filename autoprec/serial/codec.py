@@ -86,9 +86,9 @@ def take_envelope(root: Node, name: str, version: int, source: Source) -> None:
         raise source.refused_at(node.line, node.column, f"expected `{key}: {wanted}`, not {what}")
 
 
-def decode(node: Node, kind: type[T], source: Source) -> T:
-    """The dataclass `kind` from a tree; one error with every problem."""
-    reading = _Reading()
+def decode(node: Node, kind: type[T], source: Source, *, infinite: str | None = None) -> T:
+    """The dataclass `kind` from a tree; one error with every problem. `infinite`: the text for that number."""
+    reading = _Reading(infinite)
     value = reading.dataclass(node, kind, "")
     if reading.problems:
         raise refused(reading.problems, source)
@@ -105,8 +105,9 @@ def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
 class _Reading:
     """One decoding: collects problems; a value with a problem becomes None, and nothing is built from it."""
 
-    def __init__(self) -> None:
+    def __init__(self, infinite: str | None) -> None:
         self.problems: list[Problem] = []
+        self.infinite = infinite
 
     def problem(self, node: Node, key: str, what: str) -> None:
         self.problems.append(Problem(node.line, node.column, key, what))
@@ -183,6 +184,8 @@ class _Reading:
         value = node.value
         if kind is float and type(value) is int and abs(value) < 2**1023:
             value = float(value)
+        if kind is float and value is not None and value == self.infinite:
+            value = math.inf
         if type(value) is not kind:
             words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}[kind]
             self.problem(node, key, f"must be {words}, not {described(node.value)}")

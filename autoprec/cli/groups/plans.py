@@ -22,6 +22,9 @@ def plan(
     device: DeviceFile = None,
     out: Annotated[Path, typer.Option("-o", "--out", help="Plan file to write.")] = Path("plan.yaml"),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and print, but write no file.")] = False,
+    save_case: Annotated[
+        Path | None, typer.Option("--save-case", metavar="FILE", help="JSON file for the problem, as replay reads it.")
+    ] = None,
     json: Json = False,
 ) -> int:
     """Decide the format of every op, from files alone.
@@ -30,7 +33,7 @@ def plan(
     """
     from autoprec.cli.planning import write_offline_plan
 
-    return write_offline_plan(profile, policy, budget, device, None if dry_run else out, as_json=json)
+    return write_offline_plan(profile, policy, budget, device, None if dry_run else out, save_case, as_json=json)
 
 
 @command
