@@ -215,11 +215,21 @@ def test_calibrate_by_file(calibrated: Path, run: Run) -> None:
     assert run("plan", "a.safetensors", "--device", "b.json")[0] == 0
 
 
-def test_plan_and_explain_take_no_torch(calibrated: Path) -> None:
+def test_commands_about_files_take_no_torch(calibrated: Path) -> None:
     made = imported_by(["plan", "net.safetensors", "--policy", "memory", "-o", "lean.yaml"], cwd=calibrated)
     assert "numpy" in made and "torch" not in made
     assert "torch" not in imported_by(["explain", "lean.yaml"], cwd=calibrated)
     assert "torch" not in imported_by(["explain", "lean.yaml", "up", "--json"], cwd=calibrated)
+    for arguments in (
+        ["plan", "net.safetensors", "-o", "lean.yaml", "--save-case", "lean.json"],
+        ["explain", "lean.yaml", "up", "--why-not", "bf16"],
+        ["diff", "lean.yaml", "lean.yaml"],
+        ["check", "memory", "net.safetensors"],
+        ["schema"],
+        ["pareto", "net.safetensors", "--points", "2"],
+        ["replay", "lean.json"],
+    ):
+        assert not {"torch", "matplotlib"} & imported_by(arguments, cwd=calibrated), arguments
 
 
 def test_plan_says_what_it_wrote(calibrated: Path, run: Run) -> None:
