@@ -135,6 +135,13 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield from [value] if not isinstance(value, (dict, list, tuple)) else leaves(value)
 
 
+@pytest.mark.parametrize("rule", [{"pin": "bf16", "floor": "fp32"}, {}, {"pin": None, "floor": None}])
+def test_a_rule_has_one_of_pin_and_floor(rule: Tree, validator: Draft202012Validator) -> None:
+    assert agree(validator, {**RICH_POLICY, "rules": [rule]}) == "refused by both"
+    for given in ({"pin": "bf16", "floor": None}, {"floor": "fp32"}):
+        assert agree(validator, {**RICH_POLICY, "rules": [given]}) == "taken"
+
+
 @pytest.mark.parametrize("budget", ["6GiB", " 512 MiB ", "1.5gb", "60%", "7", "7 b", 1, 2**63 - 1, "1 KB", "0.5TIB"])
 def test_budgets_that_are_valid(budget: Any, validator: Draft202012Validator) -> None:
     assert agree(validator, {**RICH_POLICY, "budget": budget}) == "taken"

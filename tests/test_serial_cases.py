@@ -131,6 +131,46 @@ def leaves(tree: Any, at: tuple[str | int, ...] = ()) -> list[tuple[str | int, .
     return found
 
 
+#: Keys whose whole numbers are places or moments, and of which element of pairs.
+PLACES = {
+    **dict.fromkeys(("moment", "unit", "birth", "born", "kept_from", "stored_by", "gemms", "masks", "slices"), (0, 1)),
+    **dict.fromkeys(("x", "output", "grad_input", "grad_weight", "variance", "units", "ties"), (0, 1)),
+    **dict.fromkeys(("reached", "inputs", "outputs", "workspace"), (0,)),
+    "private": (0, 1),
+}
+
+
+def test_no_place_is_beyond_what_is_there() -> None:
+    """In several problems, so that each kind of place occurs."""
+    met: set[str] = set()
+    problems = [problem_of(seed) for seed in range(300)]
+    masked = next(p for p in problems if any(t.masks for t in p.tensors))
+    saved = next(p for p in problems if any(s.reached for t in p.tensors for s in t.others))
+    for problem in (*problems[:9], masked, saved):
+        write_case("whole.json", Case(problem=problem))
+        tree = json.loads(Path("whole.json").read_text())
+        for at in [p for p in leaves(tree) if len(p) > 2]:
+            value: Any = tree
+            for part in at:
+                value = value[part]
+            name = next(str(part) for part in reversed(at) if isinstance(part, str))
+            last = at[-1] if isinstance(at[-2], int) and isinstance(at[-1], int) else 0
+            of_unit = at[1] == "units" and name in ("workspace", "kept", "seconds", "backward_workspace")
+            if type(value) is int and name in PLACES and last in PLACES[name] and not of_unit:
+                met.add(f"{at[1]}.{name}")
+                assert re.match(r"case\.json:\d+:\d+: ", refusal(with_value(tree, 10**6, *at))), at
+    wanted = {
+        "tensors.reached",
+        "tensors.gemms",
+        "tensors.masks",
+        "tensors.born",
+        "nodes.inputs",
+        "gemms.x",
+        "ties.ties",
+    }
+    assert wanted <= met, met
+
+
 def test_whatever_is_read_can_be_evaluated(tree: Any) -> None:
     """A change of any part is refused with a place, or gives a problem that the evaluator can follow."""
     chance, places = Random(0), leaves(tree)

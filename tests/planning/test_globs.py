@@ -53,7 +53,14 @@ def test_covered(pattern: str, others: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "others"),
-    [("blocks.*", ["blocks.3.*"]), ("*", ["?*"]), ("*a*", ["*a", "a*"]), ("[0-9]", ["[0-8]"]), ("a", [])],
+    [
+        ("blocks.*", ["blocks.3.*"]),
+        ("*", ["?*"]),
+        ("*a*", ["*a", "a*"]),
+        ("[0-9]", ["[0-8]"]),
+        ("[0-9]", ["0", "9"]),
+        ("a", []),
+    ],
 )
 def test_not_covered(pattern: str, others: list[str]) -> None:
     assert uncovered(pattern, others) is not None
