@@ -130,9 +130,8 @@ def rule_findings(policy: Policy, graph: OpGraph, profile: Profile, device: Devi
         rule = policy.rules[use.rule]
         level: Literal["problem", "note"] = "note" if rule.optional else "problem"
         if not use.matches:
-            found.append(
-                Finding(level=level, rule=use.rule, what=f"matches no op of {graph.model}.{nearest_op(rule, graph)}")
-            )
+            hint = "" if rule.optional else f".{nearest_op(rule, graph)}"
+            found.append(Finding(level=level, rule=use.rule, what=f"matches no op of {graph.model}{hint}"))
         elif use.decides:
             continue
         elif not use.first:
