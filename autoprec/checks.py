@@ -1,4 +1,4 @@
-"""Checks that values make of their parts; each error says at which part."""
+"""Checks that values make of their parts; each error says at which part, and describes what is there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 
 from autoprec.errors import InputError, nearest
 
-__all__ = ["check_amount", "check_choice", "check_text", "check_unique"]
+__all__ = ["check_amount", "check_choice", "check_text", "check_unique", "described"]
 
 
 def check_choice(value: str, choices: Sequence[str], what: str, error: type[InputError], *at: str | int) -> None:
@@ -35,3 +35,20 @@ def check_unique(values: Sequence[Hashable], what: str, error: type[InputError],
         if value in seen:
             raise error(f"{what} {value!r} is there twice", at=(*at, i))
         seen.add(value)
+
+
+def described(value: object) -> str:
+    """A value for an error message: its kind in plain words, and the value itself where it is short."""
+    if value is None:
+        return "nothing (null)"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f"text {value!r}" if len(value) <= 60 else f"text {value[:60]!r}…"
+    if isinstance(value, int):
+        return str(value) if value.bit_length() <= 128 else "a whole number of more than 128 bits"
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, dict):
+        return "a mapping"
+    return "a list" if isinstance(value, (list, tuple)) else type(value).__name__

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from autoprec.checks import check_amount, check_choice, check_text, check_unique
 from autoprec.errors import PlanError
@@ -13,28 +15,85 @@ from autoprec.graphs import Role
 
 __all__ = [
     "AS_IS",
+    "Alternative",
     "Assignment",
     "Contestant",
+    "Dropped",
     "Event",
     "Measurement",
     "Plan",
     "Region",
     "Storage",
     "Totals",
+    "Violation",
 ]
 
 #: A saved tensor that is kept in the format in which it was read.
 AS_IS = "as_is"
 
+_NAMES = tuple(dict.fromkeys((*COMPUTE_FORMATS, *STORAGE_FORMATS, AS_IS)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Violation:
+    """A broken constraint: "peak" (bytes), "loss" (variance), "gradient" (variance, of the weight `what`) or "tie"."""
+
+    kind: Literal["peak", "loss", "gradient", "tie"]
+    what: str
+    value: float
+    limit: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """A format that one decision could have had, all others as they are: what it adds to the step.
+
+    Attributes:
+        format: a compute format, or a storage (`AS_IS` too).
+        seconds, saved_bytes, peak_bytes: as in `Totals`, differences from the plan.
+        noise: difference of the sum over weights of the share of their noise limit, and the loss's share of its own.
+        broken: constraints that it would break, the worst of each kind; none if it could have been taken.
+    """
+
+    format: str
+    seconds: float
+    saved_bytes: int
+    peak_bytes: int
+    noise: float
+    broken: tuple[Violation, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_choice(self.format, _NAMES, "format", PlanError, "format")
+        for name in ("seconds", "noise"):
+            if not math.isfinite(getattr(self, name)):
+                raise PlanError(f"{name} must be finite, not {getattr(self, name)}", at=(name,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropped:
+    """A format of the policy's that one decision could not have, and why."""
+
+    format: str
+    why: str
+
+    def __post_init__(self) -> None:
+        check_choice(self.format, _NAMES, "format", PlanError, "format")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """The format of one role of one op, and why."""
+    """The format of one role of one op, and why.
+
+    `alternatives`: the other formats that it could have had, best first; None where that was not recorded.
+    `dropped`: the policy's formats that it could not have.
+    """
 
     op: str
     role: Role
     format: str
     reason: str
+    alternatives: tuple[Alternative, ...] | None = None
+    dropped: tuple[Dropped, ...] = ()
 
     def __post_init__(self) -> None:
         check_text(self.op, "op", PlanError, "op")
@@ -43,11 +102,16 @@ class Assignment:
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """How one tensor is kept for backward, and why: `AS_IS` or the name of a narrower format."""
+    """How one tensor is kept for backward, and why: `AS_IS` or the name of a narrower format.
+
+    `alternatives` and `dropped` as in `Assignment`, of the policy's storages.
+    """
 
     tensor: str
     format: str
     reason: str
+    alternatives: tuple[Alternative, ...] | None = None
+    dropped: tuple[Dropped, ...] = ()
 
     def __post_init__(self) -> None:
         check_text(self.tensor, "tensor", PlanError, "tensor")
@@ -190,7 +254,7 @@ class Plan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the decisions alone (not of reasons and predictions)."""
+        """Of the decisions alone (not of reasons, alternatives and predictions)."""
         body = (
             sorted((a.op, str(a.role), a.format) for a in self.assignments),
             sorted((s.tensor, s.format) for s in self.storages),

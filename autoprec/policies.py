@@ -7,15 +7,16 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 from pydantic import field_validator as validator
+from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
+from autoprec.budgets import BUDGET_PATTERN, LARGEST_BUDGET_BYTES, Budget, parse_budget
+from autoprec.checks import described
 from autoprec.errors import PolicyError, nearest
 from autoprec.formats import COMPUTE_FORMATS, FORMATS, STORAGE_FORMATS, format_named
 from autoprec.graphs import Op, OpGraph
@@ -30,30 +31,13 @@ __all__ = [
     "Policy",
     "Rule",
     "StorageOptions",
-    "described",
     "dotted",
+    "nearest_op",
     "parse_budget",
     "policy_problems",
 ]
 
 Location = tuple[str | int, ...]
-
-
-def described(value: object) -> str:
-    """A value for an error message: its kind in plain words, and the value itself where it is short."""
-    if value is None:
-        return "nothing (null)"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return f"text {value!r}" if len(value) <= 60 else f"text {value[:60]!r}…"
-    if isinstance(value, int):
-        return str(value) if value.bit_length() <= 128 else "a whole number of more than 128 bits"
-    if isinstance(value, float):
-        return repr(value)
-    if isinstance(value, dict):
-        return "a mapping"
-    return "a list" if isinstance(value, (list, tuple)) else type(value).__name__
 
 
 def _refused(message: str, *at: str | int) -> PydanticCustomError:
@@ -102,6 +86,32 @@ T = TypeVar("T")
 Many = Annotated[tuple[T, ...], BeforeValidator(_tuple)]
 
 
+# What JSON schemas say beside the types (`autoprec schema`).
+
+
+def _one_of(*values: str | None) -> JsonDict:
+    return {"enum": list(values)}
+
+
+def _some_of(names: tuple[str, ...], *, among_them: str | None = None) -> JsonDict:
+    said: JsonDict = {"items": _one_of(*names), "uniqueItems": True}
+    return said if among_them is None else said | {"contains": {"const": among_them}}
+
+
+def _given(key: str) -> JsonDict:
+    """There, and not null."""
+    return {"required": [key], "properties": {key: {"type": "string"}}}
+
+
+_BUDGET: JsonDict = {
+    "anyOf": [
+        {"type": "string", "pattern": BUDGET_PATTERN},
+        {"type": "integer", "minimum": 1, "maximum": LARGEST_BUDGET_BYTES},
+        {"type": "null"},
+    ]
+}
+
+
 if TYPE_CHECKING:  # mypy does not follow a metaclass that is computed
     _Base = BaseModel
 else:
@@ -117,19 +127,36 @@ class _Part(_Base):
 class Noise(_Part):
     """How much rounding noise is allowed, relative to the run's own noise."""
 
-    gradient: float = Field(default=0.05, gt=0.0)
-    loss: float = Field(default=0.005, gt=0.0)
+    gradient: float = Field(
+        default=0.05,
+        gt=0.0,
+        description="σ of each weight gradient's rounding noise, as a share of its spread over batches.",
+    )
+    loss: float = Field(
+        default=0.005, gt=0.0, description="σ of the loss's rounding noise, as a share of its spread over batches."
+    )
 
 
 class Rule(_Part):
     """What the ops that it matches may use: exactly the format `pin`, or none narrower than `floor`."""
 
-    match: str = "*"
-    kinds: Many[str] = ()
-    pin: str | None = None
-    floor: str | None = None
-    optional: bool = False
-    why: str = ""
+    model_config = ConfigDict(json_schema_extra={"oneOf": [_given("pin"), _given("floor")]})
+
+    match: str = Field(default="*", description="Glob on the dotted name of the module that owns an op.")
+    kinds: Many[str] = Field(default=(), description="Kinds of op (linear, gelu, …); none means all.")
+    pin: str | None = Field(
+        default=None, json_schema_extra=_one_of(*COMPUTE_FORMATS, None), description="The format of every role."
+    )
+    floor: str | None = Field(
+        default=None,
+        json_schema_extra=_one_of(*(f.name for f in FORMATS), None),
+        description="Nothing with fewer bits than this format.",
+    )
+    optional: bool = Field(
+        default=False,
+        description="No error where it matches nothing; gives way to fp32 where an op cannot take the format.",
+    )
+    why: str = Field(default="", description="The reason, for people.")
 
     @validator("pin", "floor")
     @classmethod
@@ -165,7 +192,11 @@ class Rule(_Part):
 class StorageOptions(_Part):
     """Candidate narrow storages of the tensors that are kept for backward; none means as they are."""
 
-    formats: Many[str] = STORAGE_FORMATS
+    formats: Many[str] = Field(
+        default=STORAGE_FORMATS,
+        json_schema_extra=_some_of(STORAGE_FORMATS),
+        description="What a tensor may be kept in instead of as it is.",
+    )
 
     @validator("formats")
     @classmethod
@@ -176,15 +207,20 @@ class StorageOptions(_Part):
 class Calibration(_Part):
     """How many steps are observed before the first plan."""
 
-    steps: int = Field(default=8, ge=2)
+    steps: int = Field(default=8, ge=2, description="Steps that are observed, in FP32, before the first plan.")
 
 
 class Monitor(_Part):
     """How often a step is observed while training, and the largest fraction that may saturate."""
 
-    window_steps: int = Field(default=500, ge=1)
-    interval_steps: int = Field(default=50, ge=1)
-    saturation_frac: float = Field(default=1e-4, gt=0.0, lt=1.0)
+    window_steps: int = Field(default=500, ge=1, description="Steps that one judgement is about.")
+    interval_steps: int = Field(default=50, ge=1, description="Every so many steps one is observed.")
+    saturation_frac: float = Field(
+        default=1e-4,
+        gt=0.0,
+        lt=1.0,
+        description="The largest fraction of a tensor that may crowd the format's largest value.",
+    )
 
     @model_validator(mode="after")
     def _interval_within_window(self) -> Self:
@@ -201,50 +237,18 @@ class Monitor(_Part):
 class Guard(_Part):
     """What happens on a non-finite gradient, and how many in a row are too many."""
 
-    nonfinite: Literal["skip", "raise"] = "skip"
-    patience_steps: int = Field(default=20, ge=1)
+    nonfinite: Literal["skip", "raise"] = Field(
+        default="skip", description="A bad step changes nothing, or is an error."
+    )
+    patience_steps: int = Field(default=20, ge=1, description="So many bad steps in a row are an error.")
 
 
 class LossScaling(_Part):
     """How FP16 gradients are scaled."""
 
-    mode: Literal["regional", "none"] = "regional"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    """A limit of the peak: in bytes, or in percent of the part that precision can change."""
-
-    bytes: int | None = None
-    percent: float | None = None
-
-
-_UNITS = {"": 1, "b": 1}
-for _power, _prefix in enumerate("kmgt", 1):
-    _UNITS |= {f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power}
-_AMOUNT = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]{0,3}|%)\s*", re.ASCII)
-_BUDGETS = 'valid: null, whole bytes, or text such as "6GiB", "512 MiB", "1.5GB", "60%"'
-
-
-def parse_budget(value: str | int | None) -> Budget | None:
-    """Bytes ("6GiB", "1.5GB", 6442450944) or a percentage ("60%"); None stays None."""
-    if value is None:
-        return None
-    if isinstance(value, int) and not isinstance(value, bool):
-        amount, unit = Fraction(value), "b"
-    else:
-        found = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
-        if not found or found[2] != "%" and found[2].lower() not in _UNITS:
-            raise PolicyError(f"budget {described(value)} is not valid; {_BUDGETS}")
-        amount, unit = Fraction(found[1]), found[2].lower()
-    if unit == "%":
-        if not 0 < amount <= 100:
-            raise PolicyError(f"budget {described(value)} must be above 0% and at most 100%")
-        return Budget(percent=float(amount))
-    size = int(amount * _UNITS[unit])
-    if not 1 <= size < 2**63:
-        raise PolicyError(f"budget {described(value)} must be at least 1 byte and less than 8 EiB")
-    return Budget(bytes=size)
+    mode: Literal["regional", "none"] = Field(
+        default="regional", description="One scale per region of FP16 ops, or none."
+    )
 
 
 def _valid_budget(value: Any) -> Any:
@@ -266,21 +270,38 @@ def _valid_version(value: Any) -> Any:
 class Policy(_Part):
     """Everything that a plan and a run are told. `autoprec.serial` reads and finds them."""
 
-    version: Annotated[Literal[1], BeforeValidator(_valid_version)] = 1
-    name: str = Field(min_length=1)
-    description: str = ""
-    formats: Many[str]
-    objective: Literal["time", "bytes"] = "time"
-    budget: Annotated[str | int | None, BeforeValidator(_valid_budget)] = None
-    optimizer: Literal["auto", "none", "sgd", "sgd_momentum", "rmsprop", "adam", "adamw"] = "auto"
-    noise: Noise = Noise()
-    rules: Many[Rule] = ()
-    storage: StorageOptions = StorageOptions()
-    calibration: Calibration = Calibration()
-    monitor: Monitor = Monitor()
-    guard: Guard = Guard()
-    loss_scaling: LossScaling = LossScaling()
-    uncaptured: Literal["error", "report"] = "error"
+    version: Annotated[Literal[1], BeforeValidator(_valid_version)] = Field(
+        default=1, description="Of this file format."
+    )
+    name: str = Field(min_length=1, description="What plans and tables call it.")
+    description: str = Field(default="", description="What it is for, for people.")
+    formats: Many[str] = Field(
+        json_schema_extra=_some_of(COMPUTE_FORMATS, among_them="fp32"),
+        description="The candidates to compute in; fp32 must be among them.",
+    )
+    objective: Literal["time", "bytes"] = Field(
+        default="time", description="What is minimised: seconds of a step, or bytes kept for backward."
+    )
+    budget: Annotated[str | int | None, BeforeValidator(_valid_budget)] = Field(
+        default=None,
+        json_schema_extra=_BUDGET,
+        description="Limit of a step's peak: bytes, 6GiB, or 60% of the part that precision can change.",
+    )
+    optimizer: Literal["auto", "none", "sgd", "sgd_momentum", "rmsprop", "adam", "adamw"] = Field(
+        default="auto", description="Whose state counts when planning offline; auto looks at the one in use."
+    )
+    noise: Noise = Field(default=Noise(), description="How much rounding noise is allowed.")
+    rules: Many[Rule] = Field(
+        default=(), description="What some ops may use; the first that matches an op speaks of it."
+    )
+    storage: StorageOptions = Field(default=StorageOptions(), description="How tensors may be kept for backward.")
+    calibration: Calibration = Field(default=Calibration(), description="Observation before the first plan.")
+    monitor: Monitor = Field(default=Monitor(), description="Observation while training.")
+    guard: Guard = Field(default=Guard(), description="What happens on a non-finite gradient.")
+    loss_scaling: LossScaling = Field(default=LossScaling(), description="The scale of FP16 gradients.")
+    uncaptured: Literal["error", "report"] = Field(
+        default="error", description="What a parameter is that trains outside the captured graph."
+    )
 
     @validator("formats")
     @classmethod
@@ -321,7 +342,7 @@ class Policy(_Part):
         if unused:
             lines = [
                 f"policy {self.name!r}: rules[{self.rules.index(rule)}] ({rule}) matches no op of {graph.model}."
-                f"{_nearest_op(rule, graph)}"
+                f"{nearest_op(rule, graph)}"
                 for rule in unused
             ]
             raise PolicyError("\n".join([*lines, "Correct the rule, or give it `optional: true`."]))
@@ -334,7 +355,7 @@ class Policy(_Part):
             raise _policy_error(f"policy {self.name!r}", error) from error
 
 
-def _nearest_op(rule: Rule, graph: OpGraph) -> str:
+def nearest_op(rule: Rule, graph: OpGraph) -> str:
     """The kind or FQN of the graph that the rule most nearly names."""
     if not graph.ops:
         return " The graph has no ops."

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,18 @@ def reproducible() -> None:
     if torch is not None:
         torch.manual_seed(0)
         torch._dynamo.reset()
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Exit code, stdout and stderr of a command, in this process."""
+    from autoprec.cli.main import app
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            app([str(a) for a in arguments], prog_name="autoprec")
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return int(caught.value.code or 0), out, err
+
+    return call

@@ -97,7 +97,9 @@ def shifts(study: Study) -> Iterator[Shift]:
 def main() -> None:
     torch.set_num_threads(1)
     study = language_study(batches=BATCHES * SIZES[1] // SIZES[0])
-    print("rounded  format    terms  batches  mean change  (standard error)  ½·N·Σg²·err  ratio   σ measured  predicted")
+    print(
+        "rounded  format    terms  batches  mean change  (standard error)  ½·N·Σg²·err  ratio   σ measured  predicted"
+    )
     for s in shifts(study):
         print(
             f"{s.what:8} {s.format:9} {s.terms:5} {s.batches:8} {s.measured:12.2e}  ({s.error:.1e})"

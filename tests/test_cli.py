@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from autoprec.cli.main import app
 from autoprec.formats import COMPUTE_FORMATS
 from autoprec.serial import read_device, read_plan, read_profile, write_device
 
-COMMANDS = ("demo", "calibrate", "plan", "explain", "doctor")
+COMMANDS = ("demo", "calibrate", "plan", "explain", "diff", "pareto", "check", "schema", "replay", "doctor")
 
 TARGETS = """
 from dataclasses import dataclass
@@ -114,20 +113,6 @@ value = 3
 
 Answer = tuple[int, str, str]
 Run = Callable[..., Answer]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Exit code, stdout and stderr of a command, in this process."""
-
-    def call(*arguments: object) -> Answer:
-        with pytest.raises(SystemExit) as caught:
-            app([str(a) for a in arguments], prog_name="autoprec")
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return int(caught.value.code or 0), out, err
-
-    return call
 
 
 @pytest.fixture(scope="module")
@@ -230,11 +215,21 @@ def test_calibrate_by_file(calibrated: Path, run: Run) -> None:
     assert run("plan", "a.safetensors", "--device", "b.json")[0] == 0
 
 
-def test_plan_and_explain_take_no_torch(calibrated: Path) -> None:
+def test_commands_about_files_take_no_torch(calibrated: Path) -> None:
     made = imported_by(["plan", "net.safetensors", "--policy", "memory", "-o", "lean.yaml"], cwd=calibrated)
     assert "numpy" in made and "torch" not in made
     assert "torch" not in imported_by(["explain", "lean.yaml"], cwd=calibrated)
     assert "torch" not in imported_by(["explain", "lean.yaml", "up", "--json"], cwd=calibrated)
+    for arguments in (
+        ["plan", "net.safetensors", "-o", "lean.yaml", "--save-case", "lean.json"],
+        ["explain", "lean.yaml", "up", "--why-not", "bf16"],
+        ["diff", "lean.yaml", "lean.yaml"],
+        ["check", "memory", "net.safetensors"],
+        ["schema"],
+        ["pareto", "net.safetensors", "--points", "2"],
+        ["replay", "lean.json"],
+    ):
+        assert not {"torch", "matplotlib"} & imported_by(arguments, cwd=calibrated), arguments
 
 
 def test_plan_says_what_it_wrote(calibrated: Path, run: Run) -> None:
@@ -256,6 +251,20 @@ def test_plan_says_what_it_wrote(calibrated: Path, run: Run) -> None:
         "autoprec explain plan.yaml",
     ):
         assert word in out
+
+
+def test_a_dry_run_says_all_and_writes_nothing(calibrated: Path, run: Run) -> None:
+    profile = calibrated / "net.safetensors"
+    _, wet, _ = run("plan", profile, "--policy", "memory", "--json")
+    _, wet_text, _ = run("plan", profile, "--policy", "memory")
+    Path("plan.yaml").unlink()
+    code, out, err = run("plan", profile, "--policy", "memory", "--dry-run", "--json")
+    assert (code, err) == (0, "") and list(Path().iterdir()) == []
+    assert json.loads(out) == json.loads(wet) | {"plan": None, "dry_run": True}
+    # Not even where nothing could be written.
+    code, out, _ = run("plan", profile, "--policy", "memory", "--dry-run", "-o", "no/such/folder/plan.yaml")
+    assert code == 0 and out.endswith("nothing was written: this was a dry run\n")
+    assert out.splitlines()[:-1] == wet_text.splitlines()[:-2] and list(Path().iterdir()) == []
 
 
 def test_plan_keeps_a_budget_or_says_what_the_smallest_is(calibrated: Path, run: Run) -> None:

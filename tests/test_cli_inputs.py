@@ -63,6 +63,11 @@ USES: dict[str, Callable[[str], list[str]]] = {
     "plan PROFILE": lambda bad: ["plan", bad, "--device", "profile.safetensors.device.json"],
     "plan --policy": lambda bad: ["plan", "profile.safetensors", "--policy", bad],
     "plan --device": lambda bad: ["plan", "profile.safetensors", "--device", bad],
+    "diff PLAN PLAN": lambda bad: ["diff", "plan.json", bad],
+    "check POLICY": lambda bad: ["check", bad],
+    "check POLICY PROFILE": lambda bad: ["check", "policy.yaml", bad],
+    "pareto PROFILE": lambda bad: ["pareto", bad, "--device", "profile.safetensors.device.json"],
+    "replay CASE": lambda bad: ["replay", bad],
     "calibrate --policy": lambda bad: ["calibrate", "model.py:target", "--policy", bad],
 }
 

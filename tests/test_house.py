@@ -21,6 +21,7 @@ FLOORS = {
     "graphs": 1,
     "profiles": 1,
     "devices": 1,
+    "budgets": 1,
     "policies": 1,
     "plans": 1,
     "planning": 2,
@@ -189,5 +190,6 @@ def test_lint_and_types() -> None:
 
 
 #: Floors 0 to 2.
-TYPED = ("errors.py", "formats.py", "graphs.py", "profiles.py", "devices.py", "policies.py", "plans.py", "serial",
+TYPED = ("errors.py", "formats.py", "graphs.py", "profiles.py", "devices.py", "budgets.py",
+         "policies.py", "plans.py", "serial",
          "planning", "reporting")  # fmt: skip

@@ -1,82 +1,94 @@
-"""`autoprec plan` and `autoprec explain`: files in, a plan or its explanation out. No torch."""
+"""`autoprec plan`, `explain` and `diff`: files in, a plan or what there is to say of it out. No torch."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from rich.text import Text
 
-from autoprec.cli.calibrating import device_path
+from autoprec.cli.inputs import read_inputs
 from autoprec.cli.output import show
-from autoprec.devices import Device
-from autoprec.errors import DeviceError, PlanError
-from autoprec.graphs import OpGraph
-from autoprec.planning.planner import make_plan
-from autoprec.planning.problem import optimizer_bytes
-from autoprec.planning.roofline import modelled_device
-from autoprec.policies import Policy
+from autoprec.errors import InfeasibleError, InputError, PlanError, SolverError
+from autoprec.planning.cases import Case
+from autoprec.planning.planner import best_solution, by_prediction, problem_of, proposals_of
+from autoprec.reporting.differences import difference_tables, differences, differences_data
 from autoprec.reporting.plans import device_line, matching, op_table, ops_table, plan_data, summary, totals_table
-from autoprec.serial import (
-    check_writable,
-    datasheet_names,
-    load_device,
-    load_policy,
-    read_plan,
-    read_profile,
-    write_plan,
-)
+from autoprec.reporting.whynot import answer_tables, answers_data, why_not
+from autoprec.serial import check_case_path, check_writable, read_plan, write_case, write_plan
 
-__all__ = ["show_plan", "write_offline_plan"]
+__all__ = ["show_differences", "show_plan", "write_offline_plan"]
 
 
 def write_offline_plan(
-    profile: Path, policy: str, budget: str | None, device: Path | None, out: Path, *, as_json: bool
+    profile: Path,
+    policy: str,
+    budget: str | None,
+    device: Path | None,
+    out: Path | None,
+    case_out: Path | None,
+    *,
+    as_json: bool,
 ) -> int:
-    """Plan from a profile and timings (or a datasheet, which models them), and write the plan."""
-    check_writable(out, PlanError)
-    chosen = load_policy(policy)
-    if budget is not None:
-        chosen = chosen.replaced(budget=budget)
-    seen, graph = read_profile(profile)
-    beside = device_path(profile)
-    if device is None and not beside.exists():
-        raise DeviceError(
-            f"{beside}: there are no timings beside {profile}; name them with --device FILE, or a device whose"
-            f" datasheet is here: {', '.join(datasheet_names())}"
-        )
-    timings, memory_bytes = _timings(device or beside, graph)
-    graph = _with_optimizer(graph, chosen)
-    chosen.check_against(graph)
-    made = make_plan(graph, seen, timings, chosen, budget_bytes=memory_bytes if chosen.budget is None else None)
-    write_plan(out, made)
-    written = Text(f"plan     {out}\nnext     autoprec explain {out}, or autoprec.compile(model, plan={str(out)!r})")
-    show({"plan": str(out), **plan_data(made)}, summary(made), totals_table(made), written, as_json=as_json)
+    """Plan from a profile and timings; write the plan, and the problem if asked. Nothing is written without `out`."""
+    if out is None and case_out is not None:
+        raise InputError("--dry-run writes no file, and --save-case names one: give one of the two")
+    if case_out is not None:
+        check_case_path(case_out)
+        check_writable(case_out, InputError)
+    if out is not None:
+        check_writable(out, PlanError)
+    given = read_inputs(profile, policy, budget, device)
+    parts = given.graph, given.profile, given.device, given.policy
+    problem, fp32 = problem_of(*parts, budget_bytes=given.memory_bytes)
+    try:
+        solution = best_solution(problem)
+    except (InfeasibleError, SolverError):
+        if case_out is not None:  # then more than ever
+            write_case(case_out, Case(problem=problem))
+        raise
+    made = by_prediction(proposals_of(*parts, problem, solution, fp32))
+    if case_out is not None:
+        write_case(case_out, Case(problem=problem, objective=solution.evaluation.objective, gap=solution.gap))
+    written = "nothing was written: this was a dry run"
+    if out is not None:
+        write_plan(out, made)
+        use = f"autoprec explain {out}, or autoprec.compile(model, plan={str(out)!r})"
+        case = "" if case_out is None else f"case     {case_out}\n"
+        written = f"plan     {out}\n{case}next     {use}"
+    said = {
+        "plan": None if out is None else str(out),
+        "case": None if case_out is None else str(case_out),
+        "dry_run": out is None,
+    }
+    show({**said, **plan_data(made)}, summary(made), totals_table(made), Text(written), as_json=as_json)
     return 0
 
 
-def show_plan(path: Path, op: str | None, *, as_json: bool) -> int:
-    """Explain a whole plan, or the ops that match a glob."""
+def show_plan(path: Path, op: str | None, why_not_format: str | None, *, as_json: bool) -> int:
+    """Explain a whole plan, or the ops that match a glob, or why these are not in another format."""
     plan = read_plan(path)
-    if op is not None:
-        found = matching(plan, op)
+    if op is None:
+        if why_not_format is not None:
+            raise InputError("--why-not asks about ops: name one, or a glob, after the plan: autoprec explain PLAN OP")
+        show(plan_data(plan), ops_table(plan), totals_table(plan), summary(plan), as_json=as_json)
+        return 0
+    found = matching(plan, op)
+    if why_not_format is None:
         show(plan_data(plan, found), device_line(plan), *(op_table(d) for d in found), as_json=as_json)
         return 0
-    show(plan_data(plan), ops_table(plan), totals_table(plan), summary(plan), as_json=as_json)
+    try:
+        answers = why_not(plan, found, why_not_format)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
+    data = {"plan": str(path), "binding": plan.binding, "answers": answers_data(answers)}
+    show(data, *answer_tables(answers, plan), as_json=as_json)
     return 0
 
 
-def _timings(device: Path, graph: OpGraph) -> tuple[Device, int | None]:
-    """The device with its seconds, and the memory that is the budget where nobody gave one: a datasheet's."""
-    found = load_device(device)
-    if isinstance(found, Device):
-        return found, None
-    memory = found.memory_bytes
-    return modelled_device(found, graph), None if memory is None else int(memory.value)
-
-
-def _with_optimizer(graph: OpGraph, policy: Policy) -> OpGraph:
-    """The graph with the state of the optimizer that the policy names: there is none to look at offline."""
-    if graph.optimizer_bytes:
-        return graph
-    return replace(graph, optimizer_bytes=optimizer_bytes(policy.optimizer, graph.gradient_bytes))
+def show_differences(before: Path, after: Path, *, as_json: bool) -> int:
+    """Compare two plans; 1 if they decide otherwise."""
+    was, now = read_plan(before), read_plan(after)
+    found = differences(was, now)
+    data = {"plans": [str(before), str(after)], **differences_data(found, was, now)}
+    show(data, *difference_tables(found, was, now), as_json=as_json)
+    return 0 if found.same_decisions else 1

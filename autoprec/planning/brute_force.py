@@ -10,9 +10,10 @@ from autoprec.errors import SolverError
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.values import Choice, Problem, Solution
 
-__all__ = ["all_choices", "choices_count", "smallest_peak", "solve"]
+__all__ = ["MOST_CHOICES", "all_choices", "choices_count", "smallest_peak", "solve"]
 
-_LIMIT = 2_000_000
+#: More would take longer than anyone waits.
+MOST_CHOICES = 2_000_000
 
 
 def choices_count(problem: Problem) -> int:
@@ -22,8 +23,10 @@ def choices_count(problem: Problem) -> int:
 
 def all_choices(problem: Problem) -> Iterator[Choice]:
     """Every choice, in a fixed order; `SolverError` beyond two million."""
-    if choices_count(problem) > _LIMIT:
-        raise SolverError(f"brute force: {choices_count(problem)} choices are more than {_LIMIT}; use the exact solver")
+    if choices_count(problem) > MOST_CHOICES:
+        raise SolverError(
+            f"brute force: {choices_count(problem)} choices are more than {MOST_CHOICES}; use the exact solver"
+        )
     storages = [frozenset(kept for kept in s if kept is not None) for s in itertools.product(*_storages(problem))]
     for options in itertools.product(*(range(len(u.options)) for u in problem.units)):
         for stored in storages:

@@ -14,7 +14,7 @@ from autoprec.planning.pricing import Prices
 from autoprec.planning.roots import Roots
 from autoprec.policies import Policy
 
-__all__ = ["Options", "decides", "in_place_pairs", "reads_narrow", "unit_options"]
+__all__ = ["Options", "decides", "in_place_pairs", "options_of", "reads_narrow", "unit_options"]
 
 _ORDER = {f.name: i for i, f in enumerate(FORMATS)}
 
@@ -78,14 +78,15 @@ def unit_options(
     found: list[Options] = []
     for op in graph.ops:
         if decides(op, graph):
-            found.extend(_options_of(op, graph, prices, policy, device, banned))
+            found.extend(options_of(op, graph, prices, policy, device, banned))
     _tie_in_place(graph, roots, found)
     return found
 
 
-def _options_of(
+def options_of(
     op: Op, graph: OpGraph, prices: Prices, policy: Policy, device: Device, banned: frozenset[tuple[str, str]]
 ) -> list[Options]:
+    """Options of the units of one op, as if it were tied to no other."""
     rule = policy.rule_for(op)
     rule_text = f"{rule}" + (f": {rule.why}" if rule.why else "") if rule is not None else ""
     candidates = sorted(dict.fromkeys(policy.formats), key=_ORDER.__getitem__)

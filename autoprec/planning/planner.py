@@ -16,12 +16,22 @@ from autoprec.planning.problem import Problem, build_problem, fixed_bytes
 from autoprec.planning.proposals import Proposals, rivals, totals_of
 from autoprec.planning.reasons import bytes_text, violation_text
 from autoprec.planning.uniform import uniform_choice
-from autoprec.planning.values import Choice
+from autoprec.planning.values import Choice, Solution
 from autoprec.plans import Plan, Totals
 from autoprec.policies import Policy, parse_budget
 from autoprec.profiles import Profile
 
-__all__ = ["by_prediction", "fp32_totals", "make_plan", "propose", "resolve_budget"]
+__all__ = [
+    "best_solution",
+    "by_prediction",
+    "fp32_totals",
+    "gap_for",
+    "make_plan",
+    "problem_of",
+    "proposals_of",
+    "propose",
+    "resolve_budget",
+]
 
 
 #: Up to this many decisions a plan is proven optimal; beyond, proven within `_LARGE_GAP`.
@@ -76,16 +86,46 @@ def propose(
     finely); the plan carries the gap that was reached. `InfeasibleError` with the smallest feasible budget if there is
     no such choice.
     """
+    problem, fp32 = problem_of(graph, profile, device, policy, budget_bytes=budget_bytes, banned=banned)
+    solution = best_solution(problem, relative_gap=relative_gap)
+    return proposals_of(graph, profile, device, policy, problem, solution, fp32)
+
+
+def problem_of(
+    graph: OpGraph,
+    profile: Profile,
+    device: Device,
+    policy: Policy,
+    *,
+    budget_bytes: int | None = None,
+    banned: frozenset[tuple[str, str]] = frozenset(),
+) -> tuple[Problem, Totals]:
+    """What `propose` solves, and the totals of FP32."""
     fp32 = fp32_totals(graph, profile, device, policy)
     if budget_bytes is None and (budget := parse_budget(policy.budget)) is not None:
         budget_bytes = resolve_budget(budget, graph, fp32)
-    problem = build_problem(graph, profile, device, policy, budget_bytes=budget_bytes, banned=banned)
-    gap = _gap_for(problem) if relative_gap is None else relative_gap
+    return build_problem(graph, profile, device, policy, budget_bytes=budget_bytes, banned=banned), fp32
+
+
+def best_solution(problem: Problem, *, relative_gap: float | None = None) -> Solution:
+    """The best choice within a gap, as in `propose`; `InfeasibleError` if there is none."""
+    gap = gap_for(problem) if relative_gap is None else relative_gap
     solution = solve(problem, relative_gap=gap)
     if solution is None:
         raise InfeasibleError(_why_infeasible(problem, gap))
-    if solution.gap > 0.0:
-        solution = polish(problem, solution)
+    return polish(problem, solution) if solution.gap > 0.0 else solution
+
+
+def proposals_of(
+    graph: OpGraph,
+    profile: Profile,
+    device: Device,
+    policy: Policy,
+    problem: Problem,
+    solution: Solution,
+    fp32: Totals,
+) -> Proposals:
+    """A solution of a problem, and its rivals."""
     return Proposals(
         graph=graph,
         profile=profile,
@@ -118,17 +158,20 @@ def make_plan(
     return by_prediction(proposals, prefer=prefer)
 
 
-def by_prediction(proposals: Proposals, *, prefer: str | None = None) -> Plan:
-    """The proposal that is best by prediction alone; see `make_plan`."""
+def by_prediction(proposals: Proposals, *, prefer: str | None = None, explained: bool = True) -> Plan:
+    """The proposal that is best by prediction alone; see `make_plan`. Without reasons if it need not be `explained`."""
     kept = {p.name: p.solution for p in proposals.all if not p.broken}
     best, plain = proposals.best.solution, kept.get("fp32")
+    made = proposals.plan if explained else proposals.decisions
     if prefer is not None:
-        return proposals.plan(kept.get(prefer, best))
+        return made(kept.get(prefer, best))
     if proposals.policy.objective == "bytes" or plain is None or plain is best:
-        return proposals.plan(best)
+        return made(best)
     gain = 1.0 - best.evaluation.seconds / plain.evaluation.seconds
     if gain > _TIME_ERROR_FRAC:
-        return proposals.plan(best)
+        return made(best)
+    if not explained:
+        return made(plain)
     why = f"the fastest plan gains {gain:.1%} of the predicted time, less than predictions err by: fp32 stays"
     return proposals.plan(plain, why=why)
 
@@ -138,7 +181,8 @@ def by_prediction(proposals: Proposals, *, prefer: str | None = None) -> Plan:
 _TIME_ERROR_FRAC = 0.05
 
 
-def _gap_for(problem: Problem) -> float:
+def gap_for(problem: Problem) -> float:
+    """How far from the proven optimum a solver may stop: nothing for small problems, a thousandth for large ones."""
     decisions = sum(len(u.options) > 1 for u in problem.units) + len(problem.storable)
     return 0.0 if decisions <= _EXACT_DECISIONS else _LARGE_GAP
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoprec.devices import Device
@@ -9,12 +10,12 @@ from autoprec.graphs import OpGraph
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.pricing import Prices
 from autoprec.planning.problem import Problem
-from autoprec.planning.reasons import Reasons, violation_text
+from autoprec.planning.reasons import Reason, Reasons, violation_text
 from autoprec.planning.regions import fp16_regions
 from autoprec.planning.roots import resolve_roots
 from autoprec.planning.uniform import uniform_choice
 from autoprec.planning.values import Choice, Evaluation, Solution
-from autoprec.plans import AS_IS, Assignment, Contestant, Plan, Region, Storage, Totals
+from autoprec.plans import AS_IS, Assignment, Contestant, Dropped, Plan, Region, Storage, Totals
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
 
@@ -89,18 +90,32 @@ class Proposals:
     def _plan(
         self, solution: Solution, reasons: Reasons | None, why: str = "", contestants: tuple[Contestant, ...] = ()
     ) -> Plan:
-        problem, choice = self.problem, solution.choice
-        unit_reasons = reasons.units if reasons else ("",) * len(problem.units)
-        storage_reasons = reasons.storages if reasons else dict.fromkeys(problem.storable, "")
+        problem, choice, policy = self.problem, solution.choice, self.policy
+        unexplained = Reason(text="")
+        unit_reasons = reasons.units if reasons else (unexplained,) * len(problem.units)
+        storage_reasons = reasons.storages if reasons else dict.fromkeys(problem.storable, unexplained)
         kept = dict(choice.stored)
         return Plan(
             assignments=tuple(
-                Assignment(op=u.op, role=u.role, format=u.options[k], reason=reason)
-                for u, k, reason in zip(problem.units, choice.options, unit_reasons, strict=True)
+                Assignment(
+                    op=u.op,
+                    role=u.role,
+                    format=u.options[k],
+                    reason=why.text,
+                    alternatives=why.alternatives if reasons else None,
+                    dropped=_all_dropped(why, u.options, policy.formats, "nobody asks for this gradient"),
+                )
+                for u, k, why in zip(problem.units, choice.options, unit_reasons, strict=True)
             ),
             storages=tuple(
-                Storage(tensor=problem.tensors[t].id, format=kept.get(t, AS_IS), reason=reason)
-                for t, reason in storage_reasons.items()
+                Storage(
+                    tensor=problem.tensors[t].id,
+                    format=kept.get(t, AS_IS),
+                    reason=why.text,
+                    alternatives=why.alternatives if reasons else None,
+                    dropped=_all_dropped(why, problem.tensors[t].storages, policy.storage.formats, _UNREADABLE),
+                )
+                for t, why in storage_reasons.items()
             ),
             regions=self._regions(choice),
             saturating=_saturating(problem, choice),
@@ -123,6 +138,16 @@ class Proposals:
         units = zip(self.problem.units, choice.options, strict=True)
         needed = {(u.op, u.role): u.options[k] for u, k in units if u.needed}
         return fp16_regions(self.graph, roots, prices, needed)
+
+
+#: Why a storage of the policy's is none of a tensor that has others.
+_UNREADABLE = "an op that keeps the tensor cannot read it back from there, or what that costs in noise cannot be judged"
+
+
+def _all_dropped(why: Reason, options: Sequence[str], wanted: Sequence[str], otherwise: str) -> tuple[Dropped, ...]:
+    """Every format that the policy wants and that is no option, so that none of them is without a word."""
+    told = {*options, *(d.format for d in why.dropped)}
+    return (*why.dropped, *(Dropped(format=f, why=otherwise) for f in wanted if f not in told))
 
 
 def _saturating(problem: Problem, choice: Choice) -> tuple[str, ...]:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoprec.planning.neighbours import Neighbours
 from autoprec.planning.polish import flips, storage_flips, tied_groups
-from autoprec.planning.values import Evaluation, Problem, Solution, Violation
+from autoprec.planning.values import Evaluation, Problem, Solution
+from autoprec.plans import AS_IS, Alternative, Dropped, Violation
 
-__all__ = ["Reasons", "bytes_text", "seconds_text", "violation_text"]
+__all__ = ["Reason", "Reasons", "bytes_text", "seconds_text", "violation_text"]
 
 
 def seconds_text(seconds: float) -> str:
@@ -45,9 +46,23 @@ def violation_text(v: Violation) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Alternative:
-    name: str
+class Reason:
+    """Of one decision: a sentence, the price of every other format best first, and the formats that it cannot have."""
+
+    text: str
+    alternatives: tuple[Alternative, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Neighbour:
+    format: str
     evaluation: Evaluation
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return "as it is" if self.format == AS_IS else self.format
 
 
 class Reasons:
@@ -63,32 +78,60 @@ class Reasons:
         self.storages = {t: self._storage(t) for t in problem.storable}
         self.binding = self._binding()
 
-    def _unit(self, index: int) -> str:
+    def _unit(self, index: int) -> Reason:
         unit, choice = self._problem.units[index], self._solution.choice
+        dropped = tuple(Dropped(format=f, why=why) for f, why in unit.dropped)
         if not unit.needed:
-            return "nobody asks for this gradient"
-        dropped = "; ".join(f"not {f}: {why}" for f, why in unit.dropped)
+            return Reason(text="nobody asks for this gradient", dropped=dropped)
+        told = "; ".join(f"not {f}: {why}" for f, why in unit.dropped)
         if len(unit.options) == 1:
             if unit.rule and not [why for _, why in unit.dropped if not why.startswith("rule ")]:
-                return f"rule ({unit.rule})"
-            return dropped or "the policy allows no other format"
+                return Reason(text=f"rule ({unit.rule})", dropped=dropped)
+            return Reason(text=told or "the policy allows no other format", dropped=dropped)
         found = [
-            _Alternative(name=name, evaluation=self._near.evaluate(changed))
+            _Neighbour(format=name, evaluation=self._near.evaluate(changed))
             for name, changed in flips(self._problem, choice, self._groups, index)
         ]
-        return self._priced(found) + (f"; {dropped}" if dropped else "")
+        return self._reason(found, told, dropped)
 
-    def _storage(self, tensor: int) -> str:
+    def _storage(self, tensor: int) -> Reason:
         found = [
-            _Alternative(name=storage or "as it is", evaluation=self._near.evaluate(changed))
+            _Neighbour(format=storage or AS_IS, evaluation=self._near.evaluate(changed))
             for storage, changed in storage_flips(self._problem, self._solution.choice, tensor)
         ]
-        return self._priced(found)
+        return self._reason(found, "", ())
 
-    def _priced(self, alternatives: list[_Alternative]) -> str:
+    def _reason(self, found: list[_Neighbour], told: str, dropped: tuple[Dropped, ...]) -> Reason:
+        ordered = sorted(found, key=lambda a: (not a.evaluation.feasible, a.evaluation.objective))
+        endless = [a for a in ordered if not math.isfinite(a.evaluation.noise)]  # what it rounds leaves the format
+        return Reason(
+            text=self._priced(ordered) + (f"; {told}" if told else ""),
+            alternatives=tuple(self._alternative(a) for a in ordered if a not in endless),
+            dropped=(*dropped, *(Dropped(format=a.format, why="its noise would have no bound") for a in endless)),
+        )
+
+    def _alternative(self, neighbour: _Neighbour) -> Alternative:
+        """Differences from the plan; what is predicted is not worth more than six digits."""
+        mine, theirs = self._solution.evaluation, neighbour.evaluation
+        worst: dict[str, Violation] = {}
+        for v in theirs.violations:
+            if v.kind not in worst or v.value * worst[v.kind].limit > worst[v.kind].value * v.limit:
+                worst[v.kind] = v
+        return Alternative(
+            format=neighbour.format,
+            seconds=_six_digits(theirs.seconds - mine.seconds),
+            saved_bytes=theirs.saved_bytes - mine.saved_bytes,
+            peak_bytes=theirs.peak_bytes - mine.peak_bytes,
+            noise=_six_digits(theirs.noise - mine.noise),
+            broken=tuple(
+                v if v.kind == "peak" else replace(v, value=_six_digits(v.value), limit=_six_digits(v.limit))
+                for v in worst.values()
+            ),
+        )
+
+    def _priced(self, ordered: list[_Neighbour]) -> str:
         """The price of the next-best alternative; if none is feasible, what the nearest one breaks."""
         mine = self._solution.evaluation
-        ordered = sorted(alternatives, key=lambda a: (not a.evaluation.feasible, a.evaluation.objective))
         for a in ordered:
             if a.evaluation.objective < mine.objective:
                 broken = a.evaluation.violations
@@ -125,3 +168,7 @@ class Reasons:
             ratio, limit = math.sqrt(value / row.reference), math.sqrt(row.limit / row.reference)
             return f"gradient noise of weight {what}: {ratio:.3g} of {limit:.3g}"
         return kind
+
+
+def _six_digits(value: float) -> float:
+    return float(f"{value:.6g}")

@@ -14,6 +14,7 @@ from autoprec.devices import CastTiming
 from autoprec.errors import DeviceError
 from autoprec.formats import COMPUTE_FORMATS, STORAGE_FORMATS, format_named
 from autoprec.graphs import Role
+from autoprec.plans import Violation
 
 __all__ = [
     "Choice",
@@ -345,16 +346,6 @@ class Choice:
         """The same but for how one tensor is kept; None is as it is."""
         rest = {(t, f) for t, f in self.stored if t != tensor}
         return Choice(options=self.options, stored=frozenset(rest if storage is None else rest | {(tensor, storage)}))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Violation:
-    """A broken constraint: "peak", "loss", "gradient" (of the weight `what`) or "tie"."""
-
-    kind: Literal["peak", "loss", "gradient", "tie"]
-    what: str
-    value: float
-    limit: float
 
 
 @dataclass(frozen=True, kw_only=True)

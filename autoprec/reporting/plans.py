@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,6 +19,7 @@ from autoprec.plans import AS_IS, Assignment, Plan, Storage, Totals
 from autoprec.serial.codec import encode
 
 __all__ = [
+    "TOTALS",
     "OpDecision",
     "decisions",
     "device_line",
@@ -25,6 +27,7 @@ __all__ = [
     "op_table",
     "ops_table",
     "plan_data",
+    "storage_text",
     "summary",
     "totals_table",
 ]
@@ -55,7 +58,7 @@ class OpDecision:
     @property
     def kept_as(self) -> str:
         """How its results are kept for backward, "" if that was not decided."""
-        return ", ".join(dict.fromkeys(_storage_text(s.format) for s in self.storages))
+        return ", ".join(dict.fromkeys(storage_text(s.format) for s in self.storages))
 
     @property
     def changes(self) -> bool:
@@ -136,7 +139,7 @@ def op_table(decision: OpDecision) -> Table:
     for a in decision.roles:
         table.add_row(str(a.role), a.format, a.reason)
     for s in decision.storages:
-        table.add_row(f"kept: {s.tensor}", _storage_text(s.format), s.reason)
+        table.add_row(f"kept: {s.tensor}", storage_text(s.format), s.reason)
     return table
 
 
@@ -148,7 +151,7 @@ def totals_table(plan: Plan) -> Table | None:
     table = Table(title=f"One training step, predicted{on}", title_justify="left")
     for name in ("", "fp32", "this plan", "plan / fp32"):
         table.add_column(name, justify="left" if not name else "right")
-    for label, field, text in _TOTALS:
+    for label, field, text in TOTALS:
         mine = getattr(plan.predicted, field)
         theirs = None if plan.predicted_fp32 is None else getattr(plan.predicted_fp32, field)
         ratio = f"{mine / theirs:.2f}" if theirs else ""
@@ -192,7 +195,8 @@ def plan_data(plan: Plan, chosen: tuple[OpDecision, ...] | None = None) -> dict[
     }
 
 
-_TOTALS = (
+#: (label, field of `Totals`, value to text).
+TOTALS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("step time", "seconds", lambda s: seconds_text(s).lstrip("+")),
     ("kept for backward", "saved_bytes", bytes_text),
     ("peak", "peak_bytes", bytes_text),
@@ -205,7 +209,8 @@ def _totals_data(totals: Totals | None) -> dict[str, Any] | None:
     return None if totals is None else asdict(totals)
 
 
-def _storage_text(name: str) -> str:
+def storage_text(name: str) -> str:
+    """A storage (or format) for people."""
     return "as it is" if name == AS_IS else name
 
 

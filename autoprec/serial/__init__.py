@@ -1,7 +1,9 @@
-"""Strict reading and atomic writing of policies, plans, devices, datasheets, profiles and events."""
+"""Strict reading and atomic writing of policies, plans, devices, datasheets, profiles, cases and events."""
 
-from autoprec.serial.files import check_writable
+from autoprec.serial.cases import check_case_path, read_case, write_case
+from autoprec.serial.files import check_writable, write_text
 from autoprec.serial.profiles import read_profile, write_profile
+from autoprec.serial.schemas import policy_schema
 from autoprec.serial.values import (
     datasheet_names,
     event_from_json_line,
@@ -9,15 +11,18 @@ from autoprec.serial.values import (
     load_device,
     load_policy,
     policy_names,
+    policy_path,
     read_datasheet,
     read_device,
     read_plan,
     read_policy,
+    rule_places,
     write_device,
     write_plan,
 )
 
 __all__ = [
+    "check_case_path",
     "check_writable",
     "datasheet_names",
     "event_from_json_line",
@@ -25,12 +30,18 @@ __all__ = [
     "load_device",
     "load_policy",
     "policy_names",
+    "policy_path",
+    "policy_schema",
+    "read_case",
     "read_datasheet",
     "read_device",
     "read_plan",
     "read_policy",
     "read_profile",
+    "rule_places",
+    "write_case",
     "write_device",
     "write_plan",
     "write_profile",
+    "write_text",
 ]

@@ -13,8 +13,8 @@ from functools import cache
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
+from autoprec.checks import described
 from autoprec.errors import InputError, nearest
-from autoprec.policies import described
 from autoprec.serial.trees import Node, Plain, Source
 
 __all__ = ["Problem", "decode", "encode", "refused", "take_envelope"]
@@ -50,10 +50,10 @@ def refused(problems: Iterable[Problem], source: Source) -> InputError:
 
 
 def encode(value: Any) -> Plain:
-    """Plain data of a dataclass; fields that are None or () by default and by value are left out."""
+    """Plain data of a dataclass; fields that are None or () by default, and by value the same, are left out."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = {f: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return {f.name: encode(v) for f, v in items.items() if not (_is_nothing(v) and _is_nothing(f.default))}
+        return {f.name: encode(v) for f, v in items.items() if not (_is_nothing(v) and v == f.default)}
     if isinstance(value, (tuple, list)):
         return [encode(item) for item in value]
     if isinstance(value, Enum):
@@ -86,9 +86,9 @@ def take_envelope(root: Node, name: str, version: int, source: Source) -> None:
         raise source.refused_at(node.line, node.column, f"expected `{key}: {wanted}`, not {what}")
 
 
-def decode(node: Node, kind: type[T], source: Source) -> T:
-    """The dataclass `kind` from a tree; one error with every problem."""
-    reading = _Reading()
+def decode(node: Node, kind: type[T], source: Source, *, infinite: str | None = None) -> T:
+    """The dataclass `kind` from a tree; one error with every problem. `infinite`: the text for that number."""
+    reading = _Reading(infinite)
     value = reading.dataclass(node, kind, "")
     if reading.problems:
         raise refused(reading.problems, source)
@@ -105,8 +105,9 @@ def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
 class _Reading:
     """One decoding: collects problems; a value with a problem becomes None, and nothing is built from it."""
 
-    def __init__(self) -> None:
+    def __init__(self, infinite: str | None) -> None:
         self.problems: list[Problem] = []
+        self.infinite = infinite
 
     def problem(self, node: Node, key: str, what: str) -> None:
         self.problems.append(Problem(node.line, node.column, key, what))
@@ -116,18 +117,28 @@ class _Reading:
             (kind,) = (k for k in typing.get_args(kind) if k is not type(None))
             return None if node.value is None else self.value(node, kind, key)
         if typing.get_origin(kind) is tuple:
-            return self.items(node, typing.get_args(kind)[0], key)
+            return self.items(node, typing.get_args(kind), key)
+        if typing.get_origin(kind) is typing.Literal:
+            return self.choice(node, {name: name for name in typing.get_args(kind)}, key)
         if dataclasses.is_dataclass(kind):
             return self.dataclass(node, kind, key)
         if issubclass(kind, Enum):
-            return self.choice(node, kind, key)
+            return self.choice(node, {str(member.value): member for member in kind}, key)
         return self.scalar(node, kind, key)
 
-    def items(self, node: Node, kind: Any, key: str) -> tuple[Any, ...]:
+    def items(self, node: Node, kinds: tuple[Any, ...], key: str) -> tuple[Any, ...]:
+        """Any number of one kind (`tuple[X, ...]`), or one of each (`tuple[X, Y]`)."""
         if not isinstance(node.value, list):
             self.problem(node, key, f"must be a list, not {described(node.value)}")
             return ()
-        return tuple(self.value(item, kind, f"{key}[{i}]") for i, item in enumerate(node.value))
+        if kinds[-1] is Ellipsis:
+            kinds = kinds[:1] * len(node.value)
+        elif len(node.value) != len(kinds):
+            self.problem(node, key, f"must be a list of {len(kinds)}, not of {len(node.value)}")
+            return ()
+        return tuple(
+            self.value(item, kind, f"{key}[{i}]") for i, (item, kind) in enumerate(zip(node.value, kinds, strict=True))
+        )
 
     def dataclass(self, node: Node, kind: Any, key: str) -> Any:
         if not isinstance(node.value, dict):
@@ -162,10 +173,9 @@ class _Reading:
                 node, key = node.value[part], f"{key}.{part}".removeprefix(".")
         self.problem(node, key, what)
 
-    def choice(self, node: Node, kind: type[Enum], key: str) -> Any:
-        choices = [str(member.value) for member in kind]
+    def choice(self, node: Node, choices: dict[str, Any], key: str) -> Any:
         if isinstance(node.value, str) and node.value in choices:
-            return kind(node.value)
+            return choices[node.value]
         hint = nearest(node.value, choices) if isinstance(node.value, str) else f" Valid: {', '.join(choices)}."
         self.problem(node, key, f"{described(node.value)} is not valid.{hint}")
         return None
@@ -174,6 +184,8 @@ class _Reading:
         value = node.value
         if kind is float and type(value) is int and abs(value) < 2**1023:
             value = float(value)
+        if kind is float and value is not None and value == self.infinite:
+            value = math.inf
         if type(value) is not kind:
             words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}[kind]
             self.problem(node, key, f"must be {words}, not {described(node.value)}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from autoprec.errors import InputError
 from autoprec.serial.trees import Node, Source, parse_json, parse_yaml
 
-__all__ = ["check_writable", "read_bytes", "read_tree", "write_atomic"]
+__all__ = ["check_writable", "read_bytes", "read_tree", "write_atomic", "write_text"]
 
 PathLike = str | os.PathLike[str]
 
@@ -83,6 +83,11 @@ def write_atomic(path: PathLike, data: bytes, error: type[InputError]) -> None:
         if isinstance(reason, OSError):
             raise error(f"{path}: cannot be written: {_reason(reason)}") from reason
         raise
+
+
+def write_text(path: PathLike, text: str, error: type[InputError]) -> None:
+    """Write a text as UTF-8, wholly or not at all."""
+    write_atomic(path, text.encode(), error)
 
 
 def _reason(error: Exception) -> str:

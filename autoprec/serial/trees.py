@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from json import JSONDecodeError
 from json.decoder import scanstring  # type: ignore[attr-defined]
@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
+from autoprec.checks import described
 from autoprec.errors import InputError
-from autoprec.policies import described
 
 __all__ = ["MAX_DEPTH", "Node", "Plain", "Source", "dump_yaml", "parse_json", "parse_yaml"]
 
@@ -205,26 +205,31 @@ def _twice(key: str, mapping: Node, line: int, column: int, source: Source) -> I
     return source.refused_at(line, column, f"the key {key[:60]!r} is there twice (first in line {first}); keep one")
 
 
-def dump_yaml(value: Plain) -> str:
-    """YAML text in block style that `parse_yaml` reads back as the same values; the same text every time."""
-    document = [yaml.DocumentStartEvent(explicit=False), *_events(value), yaml.DocumentEndEvent(explicit=False)]
+def dump_yaml(value: Plain, inline: Collection[str] = ()) -> str:
+    """YAML text in block style that `parse_yaml` reads back as the same values; the same text every time.
+
+    `inline`: keys of lists whose items take one line each.
+    """
+    document = [yaml.DocumentStartEvent(explicit=False), *_events(value, inline), yaml.DocumentEndEvent(explicit=False)]
     stream = [yaml.StreamStartEvent(), *document, yaml.StreamEndEvent()]
     dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     text: str = yaml.emit(stream, Dumper=dumper, allow_unicode=True, width=1 << 30)
     return text
 
 
-def _events(value: Plain) -> Iterator[yaml.Event]:
+def _events(
+    value: Plain, inline: Collection[str], flow: bool = False, flow_items: bool = False
+) -> Iterator[yaml.Event]:
     if isinstance(value, dict):
-        yield yaml.MappingStartEvent(anchor=None, tag=None, implicit=True, flow_style=not value)
+        yield yaml.MappingStartEvent(anchor=None, tag=None, implicit=True, flow_style=flow or not value)
         for key, item in value.items():
-            yield from _events(str(key))
-            yield from _events(item)
+            yield from _events(str(key), inline)
+            yield from _events(item, inline, flow, key in inline)
         yield yaml.MappingEndEvent()
     elif isinstance(value, (list, tuple)):
-        yield yaml.SequenceStartEvent(anchor=None, tag=None, implicit=True, flow_style=not value)
+        yield yaml.SequenceStartEvent(anchor=None, tag=None, implicit=True, flow_style=flow or not value)
         for item in value:
-            yield from _events(item)
+            yield from _events(item, inline, flow or flow_items)
         yield yaml.SequenceEndEvent()
     else:
         text, style = _scalar_text(value)

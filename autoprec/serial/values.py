@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from autoprec.checks import described
 from autoprec.devices import Datasheet, Device
 from autoprec.errors import DeviceError, InputError, PlanError, PolicyError, nearest
 from autoprec.plans import Event, Plan
-from autoprec.policies import Policy, described, dotted, policy_problems
+from autoprec.policies import Policy, dotted, policy_problems
 from autoprec.serial.codec import Problem, decode, encode, refused, take_envelope
 from autoprec.serial.files import PathLike, read_tree, write_atomic
 from autoprec.serial.trees import Node, Source, dump_yaml, parse_json
@@ -23,11 +24,13 @@ __all__ = [
     "event_to_json_line",
     "load_device",
     "load_policy",
+    "policy_path",
     "policy_names",
     "read_datasheet",
     "read_device",
     "read_plan",
     "read_policy",
+    "rule_places",
     "write_device",
     "write_plan",
 ]
@@ -35,6 +38,8 @@ __all__ = [
 VERSION = 1
 POLICY_LIMIT = 64 << 10
 VALUE_LIMIT = 16 << 20
+#: Short items, and many of them.
+_INLINE = ("alternatives", "dropped")
 
 T = TypeVar("T")
 
@@ -96,19 +101,30 @@ def policy_names() -> tuple[str, ...]:
 
 def load_policy(policy: str | os.PathLike[str] | Policy) -> Policy:
     """A policy by name, by path (a string with a separator or ending in .yaml, .yml or .json), or itself."""
-    if isinstance(policy, Policy):
-        return policy
+    return policy if isinstance(policy, Policy) else read_policy(policy_path(policy))
+
+
+def policy_path(policy: str | os.PathLike[str]) -> PathLike:
+    """The file of a policy, by its name or path as in `load_policy`."""
     if isinstance(policy, os.PathLike):
-        return read_policy(policy)
+        return policy
     if not isinstance(policy, str):
         raise PolicyError(f"a policy must be a name, a path or a Policy, not {described(policy)}")
     if _is_path(policy):
-        return read_policy(policy)
+        return policy
     if policy not in policy_names():
         raise PolicyError(
             f"unknown policy {policy[:60]!r}.{nearest(policy, policy_names())} A path ends in .yaml or holds a {os.sep}"
         )
-    return read_policy(_shipped_folder("policies") / f"{policy}.yaml")
+    return _shipped_folder("policies") / f"{policy}.yaml"
+
+
+def rule_places(path: PathLike) -> tuple[str, ...]:
+    """file:line:column of each rule in a policy file."""
+    root = read_tree(Source(os.fspath(path), PolicyError), POLICY_LIMIT)
+    rules = root.value.get("rules") if isinstance(root.value, dict) else None
+    items = rules.value if rules is not None and isinstance(rules.value, list) else []
+    return tuple(f"{os.fspath(path)}:{item.line}:{item.column}" for item in items)
 
 
 # -- plans and devices ---------------------------------------------------------------------------------------------
@@ -182,7 +198,7 @@ def _write(path: PathLike, name: str, value: Any, error: type[InputError]) -> No
         if os.fspath(path).lower().endswith(".json"):
             text = json.dumps(plain, indent=1, allow_nan=False) + "\n"
         else:
-            text = dump_yaml(plain)
+            text = dump_yaml(plain, _INLINE)
         data = text.encode()
     except (InputError, ValueError) as reason:
         raise error(f"{os.fspath(path)}: this {name} cannot be written: {reason}") from reason

@@ -51,7 +51,23 @@ PLAN = {
         for role in schemas.ROLES
     ],
     "storages": [
-        {"tensor": "input:x", "format": "fp8_e4m3", "reason": "yes"},
+        {
+            "tensor": "input:x",
+            "format": "fp8_e4m3",
+            "reason": "yes",
+            "alternatives": [
+                {"format": "as_is", "seconds": -1e-6, "saved_bytes": 3072, "peak_bytes": 0, "noise": -0.25},
+                {
+                    "format": "bf16",
+                    "seconds": 0.0,
+                    "saved_bytes": 1024,
+                    "peak_bytes": 1024,
+                    "noise": -0.1,
+                    "broken": [{"kind": "peak", "what": "forward of x", "value": 1025.0, "limit": 1024.0}],
+                },
+            ],
+            "dropped": [{"format": "fp16", "why": "no: it overflows, [here]"}],
+        },
         {"tensor": "blocks.0:linear#0:0", "format": "as_is", "reason": "null\ntwo lines"},
     ],
     "regions": [{"ops": ["blocks.2:linear#0", "blocks.2:gelu#0"], "scale_log2": -12, "reason": "1e-3"}],

@@ -92,15 +92,41 @@ TOTALS = mapping(
 )
 ENVELOPE = {"version": {"type": "integer", "enum": [1]}}
 
+NUMBER = {"type": "number"}
+FINITE = {"type": "number", "exclusiveMinimum": -math.inf, "exclusiveMaximum": math.inf}
+ANY_FORMAT = one_of([*COMPUTE, "fp8_e4m3", "as_is"])
+BROKEN = mapping(
+    {"kind": one_of(["peak", "loss", "gradient", "tie"]), "what": TEXT, "value": NUMBER, "limit": NUMBER},
+)
+OTHERS = {
+    "alternatives": maybe(
+        items(
+            mapping(
+                {
+                    "format": ANY_FORMAT,
+                    "seconds": FINITE,
+                    "saved_bytes": {"type": "integer"},
+                    "peak_bytes": {"type": "integer"},
+                    "noise": FINITE,
+                },
+                broken=items(BROKEN),
+            )
+        )
+    ),
+    "dropped": items(mapping({"format": ANY_FORMAT, "why": TEXT})),
+}
+
 PLAN = mapping(
     {
         "autoprec": one_of(["plan"]),
         **ENVELOPE,
         "assignments": items(
-            mapping({"op": SOME_TEXT, "role": one_of(ROLES), "format": one_of(COMPUTE), "reason": TEXT})
+            mapping({"op": SOME_TEXT, "role": one_of(ROLES), "format": one_of(COMPUTE), "reason": TEXT}, **OTHERS)
         ),
     },
-    storages=items(mapping({"tensor": SOME_TEXT, "format": one_of(["as_is", "bf16", "fp8_e4m3"]), "reason": TEXT})),
+    storages=items(
+        mapping({"tensor": SOME_TEXT, "format": one_of(["as_is", "bf16", "fp8_e4m3"]), "reason": TEXT}, **OTHERS)
+    ),
     regions=items(
         mapping(
             {

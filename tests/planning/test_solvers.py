@@ -257,6 +257,6 @@ def test_an_unproven_end_is_an_error(monkeypatch):
 
 
 def test_brute_force_refuses_what_it_cannot_finish(monkeypatch):
-    monkeypatch.setattr(brute_force, "_LIMIT", 1)
+    monkeypatch.setattr(brute_force, "MOST_CHOICES", 1)
     with pytest.raises(SolverError, match="use the exact solver"):
         brute_force.solve(random_case(1).problem())

@@ -1,0 +1,204 @@
+"""A planning problem that stands on its own, to be solved again elsewhere: `Case`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from autoprec.checks import check_amount, check_choice, check_unique
+from autoprec.errors import InputError
+from autoprec.formats import COMPUTE_FORMATS, STORAGE_FORMATS
+from autoprec.graphs import Role
+from autoprec.planning.values import PlanTensor, Problem, Unit, Use
+
+__all__ = ["Case"]
+
+At = tuple[str | int, ...]
+
+#: Bytes and elements beyond this are a mistake, and no longer exact where they are summed.
+_MOST = 2**62
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A problem, and what is known of its best choice.
+
+    Attributes:
+        problem: every index and moment in it is checked.
+        objective: of the best choice that is known; None if none is.
+        gap: how far that may be above the optimum, as a share of it; 0.0 if it is proven.
+    """
+
+    problem: Problem
+    objective: float | None = None
+    gap: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_amount(self.objective, "objective", InputError, "objective")
+        check_amount(self.gap, "gap", InputError, "gap")
+        _Check(self.problem).whole()
+
+
+class _Check:
+    """`InputError` at the first part of a problem that an evaluator could not follow."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.ops = len(problem.ops)
+
+    def whole(self) -> None:
+        p = self.problem
+        check_unique(p.ops, "the op", InputError, "problem", "ops")
+        check_unique([f"{u.op} {u.role}" for u in p.units], "the role", InputError, "problem", "units")
+        check_unique([t.id for t in p.tensors], "the tensor", InputError, "problem", "tensors")
+        check_unique([f"{c.source} → {c.target}" for c in p.casts], "the cast", InputError, "problem", "casts")
+        self.amounts(("problem",), p, "constant_seconds", "fixed_bytes", "loss_limit", "budget_bytes", "variances")
+        for name in ("seconds_scale", "bytes_scale", "loss_scale"):
+            self.positive(("problem", name), getattr(p, name))
+        for i, (moment, kept_from, size) in enumerate(p.private):
+            self.index(("problem", "private", i, 0), moment, self.ops, "moment")
+            self.index(("problem", "private", i, 1), kept_from, 2 * self.ops, "moment")
+            self.amount(("problem", "private", i, 2), size)
+        for i, (moment, size) in enumerate(p.workspace):
+            self.index(("problem", "workspace", i, 0), moment, 2 * self.ops, "moment")
+            self.amount(("problem", "workspace", i, 1), size)
+        for i, unit in enumerate(p.units):
+            self.unit(("problem", "units", i), unit)
+        for i, tensor in enumerate(p.tensors):
+            self.tensor(("problem", "tensors", i), tensor)
+        self.gemms()
+        self.noise()
+        for i, pair in enumerate(p.ties):
+            for k, unit_index in enumerate(pair):
+                self.index(("problem", "ties", i, k), unit_index, len(p.units), "unit")
+            if p.units[pair[0]].options != p.units[pair[1]].options:
+                raise InputError("tied units must have the same options", at=("problem", "ties", i))
+
+    def unit(self, at: At, unit: Unit) -> None:
+        self.among(at, "options", unit.options, COMPUTE_FORMATS)
+        if not unit.options:
+            raise InputError("a unit needs at least one option", at=(*at, "options"))
+        for name, needed in (("seconds", True), ("workspace", True), ("backward_workspace", False), ("kept", False)):
+            given = getattr(unit, name)
+            if len(given) != len(unit.options) and (needed or given):
+                what = f"{name} must have a value for each of the {len(unit.options)} options, not {len(given)}"
+                raise InputError(what, at=(*at, name))
+            for k, value in enumerate(given):
+                self.amount((*at, name, k), value)
+        self.index((*at, "moment"), unit.moment, 2 * self.ops, "moment")
+        if self.problem.op_at(unit.moment) != unit.op or (unit.role is Role.OUTPUT) != (unit.moment < self.ops):
+            raise InputError(f"{unit.op} does not run its {unit.role} at this moment", at=(*at, "moment"))
+        self.backward_moment((*at, "kept_from"), unit.kept_from)
+
+    def tensor(self, at: At, t: PlanTensor) -> None:
+        self.amounts(at, t, "numel", "wide_bytes")
+        check_amount(t.runs, "runs", InputError, *at, "runs")
+        self.among(at, "storages", t.storages, STORAGE_FORMATS)
+        self.among(at, "saturates", t.saturates, COMPUTE_FORMATS)
+        self.energies((*at, "loss_noise"), t.loss_noise)
+        self.index((*at, "birth"), t.birth, self.ops, "moment")
+        self.unit_index((*at, "born"), t.born)
+        self.index((*at, "stored_by", 0), t.stored_by[0], max(self.ops, 1), "moment")
+        self.unit_index((*at, "stored_by", 1), t.stored_by[1])
+        for name in ("readers", "savers", "gradient_readers"):
+            for k, use in enumerate(getattr(t, name)):
+                self.use((*at, name, k), use)
+        for name in ("masks", "slices"):
+            self.indices((*at, name), getattr(t, name), self.ops, "moment")
+        self.indices((*at, "gemms"), t.gemms, len(self.problem.gemms), "GEMM")
+        for k, saver in enumerate(t.others):
+            here = (*at, "others", k)
+            self.index((*here, "moment"), saver.moment, self.ops, "moment")
+            self.unit_index((*here, "unit"), saver.unit)
+            self.amounts(here, saver, "numel")
+            self.energies((*here, "noise"), saver.noise)
+            self.shares((*here, "reached"), saver.reached)
+
+    def use(self, at: At, use: Use) -> None:
+        self.index((*at, "moment"), use.moment, self.ops, "moment")
+        self.unit_index((*at, "unit"), use.unit)
+        self.backward_moment((*at, "kept_from"), use.kept_from)
+
+    def gemms(self) -> None:
+        p = self.problem
+        roles = {"output": Role.OUTPUT, "grad_input": Role.GRAD_INPUT, "grad_weight": Role.GRAD_WEIGHT}
+        for i, gemm in enumerate(p.gemms):
+            at: At = ("problem", "gemms", i)
+            if gemm.number != i:
+                raise InputError(f"number must be its place, {i}, not {gemm.number}", at=(*at, "number"))
+            self.index((*at, "moment"), gemm.moment, self.ops, "moment")
+            self.index((*at, "x"), gemm.x, len(p.tensors), "tensor")
+            self.index((*at, "variance"), gemm.variance, p.variances, "variance")
+            self.amounts(at, gemm, "x_numel", "out_numel", "upstream")
+            for name, role in roles.items():
+                unit = getattr(gemm, name)
+                self.index((*at, name), unit, len(p.units), "unit")
+                if p.units[unit].role is not role:
+                    raise InputError(f"unit {unit} has the role {p.units[unit].role}", at=(*at, name))
+            for name in ("x_noise", "stored_noise", "gradient_noise"):
+                self.energies((*at, name), getattr(gemm, name))
+
+    def noise(self) -> None:
+        p = self.problem
+        for i, node in enumerate(p.nodes):
+            at: At = ("problem", "nodes", i)
+            self.index((*at, "moment"), node.moment, self.ops, "moment")
+            self.shares((*at, "outputs"), node.outputs)
+            self.shares((*at, "inputs"), node.inputs)
+            self.indices((*at, "units"), node.units, len(p.units), "unit")
+            self.energies((*at, "local"), node.local)
+        for i, row in enumerate(p.rows):
+            self.positive(("problem", "rows", i, "reference"), row.reference)
+            self.positive(("problem", "rows", i, "limit"), row.limit)
+            self.indices(("problem", "rows", i, "gemms"), row.gemms, len(p.gemms), "GEMM")
+
+    # Parts
+
+    def index(self, at: At, value: int, end: int, what: str) -> None:
+        if not 0 <= value < end:
+            valid = f"within 0 and {end - 1}" if end else "there is none"
+            raise InputError(f"{what} {value} is not there: {valid}", at=at)
+
+    def indices(self, at: At, values: Iterable[int], end: int, what: str) -> None:
+        for k, value in enumerate(values):
+            self.index((*at, k), value, end, what)
+
+    def unit_index(self, at: At, value: int | None) -> None:
+        if value is not None:
+            self.index(at, value, len(self.problem.units), "unit")
+
+    def backward_moment(self, at: At, value: int | None) -> None:
+        if value is not None and not self.ops <= value < 2 * self.ops:
+            raise InputError(f"{value} is no backward moment: {self.ops} to {2 * self.ops - 1}", at=at)
+
+    def amounts(self, at: At, value: object, *names: str) -> None:
+        for name in names:
+            self.amount((*at, name), getattr(value, name))
+
+    def amount(self, at: At, value: float | None) -> None:
+        check_amount(value, "it", InputError, *at)
+        if value is not None and value > _MOST:
+            raise InputError(f"{value:g} is more than 2^62", at=at)
+
+    def positive(self, at: At, value: float) -> None:
+        check_amount(value, "it", InputError, *at)
+        if value == 0.0:
+            raise InputError("it must be above 0", at=at)
+
+    def energies(self, at: At, pairs: Sequence[tuple[str, float]]) -> None:
+        """By format; without bound where the values leave it."""
+        known = tuple(dict.fromkeys((*COMPUTE_FORMATS, *STORAGE_FORMATS)))
+        for k, (name, value) in enumerate(pairs):
+            check_choice(name, known, "format", InputError, *at, k, 0)
+            if not value >= 0.0:
+                raise InputError(f"it must be at least 0, not {value}", at=(*at, k, 1))
+
+    def shares(self, at: At, pairs: Sequence[tuple[int, float]]) -> None:
+        for k, (variance, share) in enumerate(pairs):
+            self.index((*at, k, 0), variance, self.problem.variances, "variance")
+            self.amount((*at, k, 1), share)
+
+    def among(self, at: At, key: str, names: Sequence[str], valid: Sequence[str]) -> None:
+        for k, name in enumerate(names):
+            check_choice(name, valid, "format", InputError, *at, key, k)
+        check_unique(names, "the format", InputError, *at, key)

@@ -1,0 +1,163 @@
+"""What is wrong with a policy before anything is planned: rules that can never apply, and on a graph, rules that do
+not, and ops that they leave without a format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from autoprec.devices import Device
+from autoprec.errors import InfeasibleError
+from autoprec.formats import format_named
+from autoprec.graphs import Op, OpGraph
+from autoprec.planning.globs import uncovered
+from autoprec.planning.options import decides, options_of, unit_options
+from autoprec.planning.pricing import Prices
+from autoprec.planning.roots import resolve_roots
+from autoprec.policies import Policy, Rule, nearest_op
+from autoprec.profiles import Profile
+
+__all__ = ["Finding", "RuleUse", "policy_findings", "rule_findings", "rule_uses"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something about a policy: a "problem" that has to be mended, or a "note". `rule` is its place among the rules."""
+
+    level: Literal["problem", "note"]
+    what: str
+    rule: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleUse:
+    """One rule on one graph.
+
+    Attributes:
+        rule: its place among the rules.
+        matches: ops that it matches.
+        decides: those of them that take a format, and that no earlier rule matches.
+        first: whether it is the first to match any op.
+        shadowed_by: earlier rules that match some of its ops.
+    """
+
+    rule: int
+    matches: int
+    decides: int
+    first: bool
+    shadowed_by: tuple[int, ...]
+
+
+# The policy alone ---------------------------------------------------------------------------------------------------
+
+
+def policy_findings(policy: Policy) -> tuple[Finding, ...]:
+    """What is certain whatever the model."""
+    found = [f for i in range(len(policy.rules)) for f in _of_rule(policy, i)]
+    return (*found, *_of_the_whole(policy))
+
+
+def _of_rule(policy: Policy, index: int) -> Iterator[Finding]:
+    rule = policy.rules[index]
+    by = _shadowing(policy.rules, index)
+    if by:
+        names = ", ".join(f"rules[{i}] ({policy.rules[i]})" for i in by)
+        demands = {(policy.rules[i].pin, policy.rules[i].floor) for i in by}
+        other = "the same" if demands == {(rule.pin, rule.floor)} else "otherwise"
+        what = f"certainly shadowed: whatever it matches, {names} matches before, and says {other}"
+        yield Finding(level="problem", rule=index, what=what)
+    if rule.floor is not None and all(rule.allows(f) for f in policy.formats):
+        what = f"floor {rule.floor} limits nothing: every format of the policy has as many bits"
+        yield Finding(level="note", rule=index, what=what)
+
+
+def _shadowing(rules: tuple[Rule, ...], index: int) -> list[int]:
+    """The earlier rules that together match all that a rule can match; none if that cannot be proven.
+
+    Kinds are open: a rule without kinds is shadowed only by rules without kinds.
+    """
+    rule, used = rules[index], set()
+    for kind in rule.kinds or (None,):
+        earlier = [i for i in range(index) if not rules[i].kinds or kind in rules[i].kinds]
+        if not earlier or uncovered(rule.match, [rules[i].match for i in earlier]) is not None:
+            return []
+        alone = [i for i in earlier if uncovered(rule.match, [rules[i].match]) is None]
+        used.update(alone[:1] or earlier)
+    return sorted(used)
+
+
+def _of_the_whole(policy: Policy) -> Iterator[Finding]:
+    narrow = [f for f in policy.formats if f != "fp32"]
+    if not narrow and not policy.storage.formats and policy.budget is not None:
+        what = (
+            f"budget {policy.budget}: there is nothing to choose, neither a format but fp32 nor a storage, to keep it"
+        )
+        yield Finding(level="problem", what=what)
+    pins = {r.pin for r in policy.rules if uncovered("*", [r.match]) is None and not r.kinds and not r.optional}
+    for pin in sorted(p for p in pins if p is not None):
+        for s in policy.storage.formats:
+            if format_named(s).bytes >= format_named(pin).bytes:
+                what = f"storage {s} is not narrower than {pin}, which a rule pins for every op"
+                yield Finding(level="note", what=what)
+
+
+# On a graph ---------------------------------------------------------------------------------------------------------
+
+
+def rule_uses(policy: Policy, graph: OpGraph) -> tuple[RuleUse, ...]:
+    """How many ops each rule matches, and decides: first match wins, and only ops that take a format are decided."""
+    first = {op.id: _deciding(policy, op) for op in graph.ops}
+    uses = []
+    for i, rule in enumerate(policy.rules):
+        matched = [op for op in graph.ops if rule.matches(op)]
+        decided = [op for op in matched if first[op.id] == i and decides(op, graph)]
+        by = sorted({k for op in matched if (k := first[op.id]) is not None and k != i})
+        uses.append(RuleUse(rule=i, matches=len(matched), decides=len(decided), shadowed_by=tuple(by),
+                            first=any(first[op.id] == i for op in matched)))  # fmt: skip
+    return tuple(uses)
+
+
+def _deciding(policy: Policy, op: Op) -> int | None:
+    """The first rule that matches the op."""
+    return next((i for i, rule in enumerate(policy.rules) if rule.matches(op)), None)
+
+
+def rule_findings(policy: Policy, graph: OpGraph, profile: Profile, device: Device) -> tuple[Finding, ...]:
+    """What is wrong on this graph: rules that match nothing or are overruled everywhere, ops without a format."""
+    found: list[Finding] = []
+    for use in rule_uses(policy, graph):
+        rule = policy.rules[use.rule]
+        level: Literal["problem", "note"] = "note" if rule.optional else "problem"
+        if not use.matches:
+            hint = "" if rule.optional else f".{nearest_op(rule, graph)}"
+            found.append(Finding(level=level, rule=use.rule, what=f"matches no op of {graph.model}{hint}"))
+        elif use.decides:
+            continue
+        elif not use.first:
+            by = ", ".join(f"rules[{i}]" for i in use.shadowed_by)
+            what = f"decides nothing: {by} matched every one of its {use.matches} ops before"
+            found.append(Finding(level=level, rule=use.rule, what=what))
+        else:
+            what = f"decides nothing: none of the {use.matches} ops that it matches takes a format"
+            found.append(Finding(level="note", rule=use.rule, what=what))
+    return (*found, *_without_a_format(policy, graph, profile, device))
+
+
+def _without_a_format(policy: Policy, graph: OpGraph, profile: Profile, device: Device) -> Iterator[Finding]:
+    """Every op that no format is left for; those that are tied to each other only where there is none on its own."""
+    roots = resolve_roots(graph)
+    prices = Prices(graph, roots, profile, policy)
+    alone = True
+    for op in graph.ops:
+        if decides(op, graph):
+            try:
+                options_of(op, graph, prices, policy, device, frozenset())
+            except InfeasibleError as error:
+                alone = False
+                yield Finding(level="problem", rule=_deciding(policy, op), what=str(error))
+    if alone:
+        try:
+            unit_options(graph, roots, prices, policy, device, frozenset())
+        except InfeasibleError as error:
+            yield Finding(level="problem", what=str(error))
