@@ -76,11 +76,18 @@ class Scheduler:
             return by_prediction(proposals)
         return self._contest(proposals, tournament)
 
-    def _propose(self, budget_bytes: int | None) -> Proposals:
+    def _propose(self, budget_bytes: int | None, *, advise: bool = True) -> Proposals:
         _, graph, profile = self._seen()
         assert self.device is not None
-        banned = frozenset(self.banned)
-        return propose(graph, profile, self.device, self.policy, budget_bytes=budget_bytes, banned=banned)
+        return propose(
+            graph,
+            profile,
+            self.device,
+            self.policy,
+            budget_bytes=budget_bytes,
+            banned=frozenset(self.banned),
+            advise=advise,
+        )
 
     def _contest(self, proposals: Proposals, tournament: Tournament) -> Plan:
         """Run the proposals. Where the solver's plan proves to break the budget, it is made again for as much less."""
@@ -92,7 +99,7 @@ class Scheduler:
                 break
             assert proposals.problem.budget_bytes is not None
             try:
-                proposals = self._propose(proposals.problem.budget_bytes - excess)
+                proposals = self._propose(proposals.problem.budget_bytes - excess, advise=False)
             except InfeasibleError:
                 break
             measured = _measured(proposals, tournament.run(runners(proposals)))
@@ -129,6 +136,7 @@ class Scheduler:
                 self.policy,
                 budget_bytes=before.budget_bytes,
                 banned=frozenset(self.banned),
+                advise=False,
                 prefer=next((c.name for c in before.contestants if c.verdict.startswith("adopted")), None),
             )
         except InfeasibleError as error:

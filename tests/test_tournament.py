@@ -302,3 +302,17 @@ def test_after_a_promotion_the_winner_stays_the_winner() -> None:
     )
     again, shortfall = scheduler.plan_again(dataclasses.replace(session.plan, contestants=as_if))
     assert not shortfall and {a.format for a in again.assignments if a.role is Role.OUTPUT} == {"bf16"}
+
+
+def test_explain_shows_the_contestants(proposals, tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    from autoprec.cli.planning import show_plan
+
+    plan = adopt(proposals, measured(fp32=1.0, bf16=0.6, fp16=0.9, solver=0.5), None)
+    write_plan(tmp_path / "plan.yaml", plan)
+    assert show_plan(tmp_path / "plan.yaml", None, None, as_json=False) == 0
+    said = capsys.readouterr().out
+    assert "Which plan was adopted" in said and "20.0% slower" in said and "adopted" in said
+    bare = dataclasses.replace(plan, contestants=())
+    write_plan(tmp_path / "bare.yaml", bare)
+    show_plan(tmp_path / "bare.yaml", None, None, as_json=False)
+    assert "Which plan was adopted" not in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from rich.text import Text
@@ -11,6 +12,8 @@ from autoprec.cli.output import show
 from autoprec.errors import InfeasibleError, InputError, PlanError, SolverError
 from autoprec.planning.cases import Case
 from autoprec.planning.planner import best_solution, by_prediction, problem_of, proposals_of
+from autoprec.planning.relaxing import what_to_change
+from autoprec.reporting.contestants import contestants_table
 from autoprec.reporting.differences import difference_tables, differences, differences_data
 from autoprec.reporting.plans import device_line, matching, op_table, ops_table, plan_data, summary, totals_table
 from autoprec.reporting.whynot import answer_tables, answers_data, why_not
@@ -41,7 +44,7 @@ def write_offline_plan(
     parts = given.graph, given.profile, given.device, given.policy
     problem, fp32 = problem_of(*parts, budget_bytes=given.memory_bytes)
     try:
-        solution = best_solution(problem)
+        solution = best_solution(problem, advice=partial(what_to_change, *parts))
     except (InfeasibleError, SolverError):
         if case_out is not None:  # then more than ever
             write_case(case_out, Case(problem=problem))
@@ -70,7 +73,8 @@ def show_plan(path: Path, op: str | None, why_not_format: str | None, *, as_json
     if op is None:
         if why_not_format is not None:
             raise InputError("--why-not asks about ops: name one, or a glob, after the plan: autoprec explain PLAN OP")
-        show(plan_data(plan), ops_table(plan), totals_table(plan), summary(plan), as_json=as_json)
+        tables = ops_table(plan), totals_table(plan), contestants_table(plan), summary(plan)
+        show(plan_data(plan), *tables, as_json=as_json)
         return 0
     found = matching(plan, op)
     if why_not_format is None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from autoprec.devices import Device
@@ -15,6 +17,7 @@ from autoprec.planning.polish import polish
 from autoprec.planning.problem import Problem, build_problem, fixed_bytes
 from autoprec.planning.proposals import Proposals, rivals, totals_of
 from autoprec.planning.reasons import bytes_text, violation_text
+from autoprec.planning.relaxing import what_to_change
 from autoprec.planning.uniform import uniform_choice
 from autoprec.planning.values import Choice, Solution
 from autoprec.plans import Plan, Totals
@@ -77,6 +80,7 @@ def propose(
     budget_bytes: int | None = None,
     banned: frozenset[tuple[str, str]] = frozenset(),
     relative_gap: float | None = None,
+    advise: bool = True,
 ) -> Proposals:
     """The best choice that keeps the noise limits and the budget (the policy's, unless `budget_bytes` is given), and
     its rivals.
@@ -84,10 +88,11 @@ def propose(
     `banned` holds (op id, format) pairs that proved unstable. `relative_gap` is how far from the proven optimum the
     solver may stop: by default 0 for small models and a thousandth for large ones (timings are not measured more
     finely); the plan carries the gap that was reached. `InfeasibleError` with the smallest feasible budget if there is
-    no such choice.
+    no such choice, and, unless `advise` is False, with what every limit of the policy costs, which takes longer.
     """
     problem, fp32 = problem_of(graph, profile, device, policy, budget_bytes=budget_bytes, banned=banned)
-    solution = best_solution(problem, relative_gap=relative_gap)
+    advice = partial(what_to_change, graph, profile, device, policy) if advise else None
+    solution = best_solution(problem, relative_gap=relative_gap, advice=advice)
     return proposals_of(graph, profile, device, policy, problem, solution, fp32)
 
 
@@ -107,12 +112,15 @@ def problem_of(
     return build_problem(graph, profile, device, policy, budget_bytes=budget_bytes, banned=banned), fp32
 
 
-def best_solution(problem: Problem, *, relative_gap: float | None = None) -> Solution:
-    """The best choice within a gap, as in `propose`; `InfeasibleError` if there is none."""
+def best_solution(
+    problem: Problem, *, relative_gap: float | None = None, advice: Callable[[int], list[str]] | None = None
+) -> Solution:
+    """The best choice within a gap, as in `propose`; `InfeasibleError` if there is none. `advice`, given the smallest
+    feasible budget, says what to change for a smaller one."""
     gap = gap_for(problem) if relative_gap is None else relative_gap
     solution = solve(problem, relative_gap=gap)
     if solution is None:
-        raise InfeasibleError(_why_infeasible(problem, gap))
+        raise InfeasibleError(_why_infeasible(problem, gap, advice))
     return polish(problem, solution) if solution.gap > 0.0 else solution
 
 
@@ -147,13 +155,21 @@ def make_plan(
     banned: frozenset[tuple[str, str]] = frozenset(),
     relative_gap: float | None = None,
     prefer: str | None = None,
+    advise: bool = True,
 ) -> Plan:
     """The plan that is best by prediction alone: the solver's, or all-FP32 where that is as fast within what
     predictions err by. `prefer` names another proposal (one that proved fastest), taken where it keeps every limit.
     The rest as for `propose`.
     """
     proposals = propose(
-        graph, profile, device, policy, budget_bytes=budget_bytes, banned=banned, relative_gap=relative_gap
+        graph,
+        profile,
+        device,
+        policy,
+        budget_bytes=budget_bytes,
+        banned=banned,
+        relative_gap=relative_gap,
+        advise=advise,
     )
     return by_prediction(proposals, prefer=prefer)
 
@@ -187,7 +203,7 @@ def gap_for(problem: Problem) -> float:
     return 0.0 if decisions <= _EXACT_DECISIONS else _LARGE_GAP
 
 
-def _why_infeasible(problem: Problem, gap: float) -> str:
+def _why_infeasible(problem: Problem, gap: float, advice: Callable[[int], list[str]] | None) -> str:
     smallest = smallest_peak(replace(problem, budget_bytes=None), relative_gap=gap)
     if smallest is None:
         widest = Choice(options=(0,) * len(problem.units))
@@ -199,8 +215,10 @@ def _why_infeasible(problem: Problem, gap: float) -> str:
         )
     peak, moment = smallest.evaluation.peak_bytes, smallest.evaluation.peak_moment
     held = ", ".join(f"{what} {bytes_text(size)}" for what, size in holders(problem, smallest.choice, moment))
+    changes = advice(peak) if advice is not None else []
+    helps = f" Smallest feasible budgets with another policy: {'; '.join(changes)}." if changes else ""
     return (
         f"no plan fits the budget of {problem.budget_bytes} bytes; the smallest feasible budget is {peak} bytes"
         f" ({bytes_text(peak)}). It is held up by the {problem.moment_name(moment)}: {bytes_text(problem.fixed_bytes)}"
-        f" of parameters, gradients, optimizer state and inputs{', ' if held else ''}{held}."
+        f" of parameters, gradients, optimizer state and inputs{', ' if held else ''}{held}.{helps}"
     )

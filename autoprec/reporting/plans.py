@@ -189,6 +189,7 @@ def plan_data(plan: Plan, chosen: tuple[OpDecision, ...] | None = None) -> dict[
         "budget_bytes": plan.budget_bytes,
         "gap": plan.gap,
         "binding": plan.binding,
+        "contestants": [encode(c) for c in plan.contestants],
         "fingerprint": plan.fingerprint,
         "graph_fingerprint": plan.graph_fingerprint,
         "ops": [encode(d) | {"kept_as": d.kept_as} for d in (decisions(plan) if chosen is None else chosen)],

@@ -57,6 +57,24 @@ def plan_of(case: Case, **more) -> Plan:
     return make_plan(case.graph, case.profile, case.device, case.policy, banned=case.banned, **more)
 
 
+def test_an_infeasible_budget_says_what_each_limit_costs() -> None:
+    """Each change that is named makes its own smallest budget feasible; changes that do not help are not named."""
+    rules = [{"match": "b", "pin": "fp32"}, {"match": "nothing*", "floor": "fp32", "optional": True}]
+    make, graph = chain()
+    case = Case(graph, make.profile(graph), modelled_device(graph), policy(rules=rules, storage={"formats": []}))
+    with pytest.raises(InfeasibleError) as caught:
+        plan_of(case, budget_bytes=graph.parameter_bytes + graph.gradient_bytes + 1_000_000)
+    text = str(caught.value)
+    smallest = int(text.split("smallest feasible budget is ")[1].split(" bytes")[0])
+    without = int(text.split("without rules[0] (match 'b'): ")[1].split(" bytes")[0])
+    stored = int(text.split("with storage.formats [bf16, fp8_e4m3]: ")[1].split(" bytes")[0])
+    assert without < smallest and stored < smallest and "rules[1]" not in text
+    free = Case(case.graph, case.profile, case.device, policy(rules=[], storage={"formats": []}))
+    assert plan_of(free, budget_bytes=without).budget_bytes == without
+    narrow = Case(case.graph, case.profile, case.device, policy(rules=rules, storage={"formats": ["bf16", "fp8_e4m3"]}))
+    assert plan_of(narrow, budget_bytes=stored).budget_bytes == stored
+
+
 def with_tensor(profile: Profile, tensor: str, **changes) -> Profile:
     tensors = tuple(dataclasses.replace(t, **changes) if t.id == tensor else t for t in profile.tensors)
     return dataclasses.replace(profile, tensors=tensors)
