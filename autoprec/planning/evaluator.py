@@ -155,27 +155,20 @@ class Step:
         return self.stored.get(gemm.x) if gemm.number in self.problem.tensors[gemm.x].gemms else None
 
     def backward(self, gemm: Gemm) -> None:
-        """Casts of one GEMM's backward pass, and what they hold for its moment."""
-        p = self.problem
-        moment = p.backward(gemm.moment)
+        """Casts of one GEMM's backward pass, and what they hold for its moment: one gradient is made after the other,
+        and each casts for itself."""
+        p, moment = self.problem, self.problem.backward(gemm.moment)
         made, h, g = (self.format(u) for u in (gemm.output, gemm.grad_input, gemm.grad_weight))
-        units, options = p.units, self.options
-        own = (units[u].workspace[options[u]] for u in (gemm.grad_input, gemm.grad_weight))
-        self.hold(f"workspace of {gemm.op}", moment, moment, max(own))  # one gradient is made after the other
-        casts: list[tuple[str, str, int, int]] = []
-        wanted = ({h} if gemm.has_grad_input else set()) | ({g} if gemm.has_grad_weight else set())
-        for f in sorted(wanted - {made}):
-            casts.append((made, f, gemm.out_numel, gemm.out_numel * bytes_of(f)))
-        if gemm.has_grad_input and h != made:
-            casts.append((h, made, gemm.x_numel, gemm.x_numel * bytes_of(h)))
-        storage = self.storage_read(gemm)
-        if gemm.has_grad_weight and storage is not None and storage != g:
-            casts.append((storage, g, gemm.x_numel, gemm.x_numel * bytes_of(g)))
-        elif gemm.has_grad_weight and storage is None and g != made:
-            casts.append((made, g, gemm.x_numel, gemm.x_numel * bytes_of(g)))
-        for source, target, numel, size in casts:
-            self.seconds += p.cast_seconds(source, target, numel)
-            self.hold(f"workspace of {gemm.op}", moment, moment, size)
+        x, out = gemm.x_numel, gemm.out_numel
+        of_input = [(made, h, out, h), (h, made, x, h)] if gemm.has_grad_input else []
+        of_weight = [(made, g, out, g), (self.storage_read(gemm) or made, g, x, g)] if gemm.has_grad_weight else []
+        held = []
+        for unit, casts in ((gemm.grad_input, of_input), (gemm.grad_weight, of_weight)):
+            needed = [(source, target, numel, f) for source, target, numel, f in casts if source != target]
+            self.seconds += sum(p.cast_seconds(source, target, numel) for source, target, numel, _ in needed)
+            own = self.problem.units[unit].workspace[self.options[unit]]
+            held.append(own + sum(numel * bytes_of(f) for _, _, numel, f in needed))
+        self.hold(f"workspace of {gemm.op}", moment, moment, max(held))
 
     def loss_variance(self) -> float:
         """E(δL)² per step over all rounding events."""

@@ -35,6 +35,9 @@ OBJECTIVE_SCALE = 1e4
 _CAP = 2.0
 
 
+#: Copies that are there or not, and their bytes.
+_Held = tuple[Linear, int]
+
 _DemandKey = tuple[tuple[tuple[str, int], ...], tuple[int | None, ...], tuple[int | None, ...], int]
 
 
@@ -49,7 +52,8 @@ class Program:
         self.rows: list[dict[int, float]] = []
         self.floors: list[float] = []
         self._live: dict[_DemandKey, dict[str, Linear]] = {}
-        self.workspace: list[tuple[int, Linear, int]] = []
+        self.workspace: dict[int, list[_Held]] = {}
+        self.of_gemm: dict[int, tuple[list[_Held], list[_Held]]] = {}
         primary, secondary = OBJECTIVE_SCALE, OBJECTIVE_SCALE * SECONDARY
         time, space = (primary, secondary) if problem.objective == "time" else (secondary, primary)
         self._second, self._byte = time / problem.seconds_scale, space / problem.bytes_scale
@@ -202,10 +206,11 @@ class Program:
         *,
         back: bool,
         runs: int = 1,
-        moment: int | None = None,
+        held: list[_Held] | None = None,
         spared: Linear | None = None,
     ) -> None:
-        """Casts shared by all targets that read the same format: Σ_f c[f→g] ≥ y[target, g] − y[source, g]."""
+        """Casts shared by all targets that read the same format: Σ_f c[f→g] ≥ y[target, g] − y[source, g]. What they
+        make is added to `held`."""
         p = self.problem
         others = [t for t in dict.fromkeys(targets) if t != source]
         for g in dict.fromkeys(f for t in others for f in self.formats(t)):
@@ -227,8 +232,8 @@ class Program:
                 if spared is not None:
                     need.add(spared, -1.0)
                 self.at_most(need.add(total, -1.0), 0.0)
-            if moment is not None:
-                self.workspace.append((moment, total, numel * bytes_of(g)))
+            if held is not None:
+                held.append((total, numel * bytes_of(g)))
 
     def _tensors(self) -> None:
         p = self.problem
@@ -249,32 +254,31 @@ class Program:
         maker = t.stored_by[1]
         self._one_of(binary, maker, {f: p.cast_seconds(f, storage, t.numel) for f in self.formats(maker)})
         for saver in t.others:
-            self._read(binary, storage, saver.unit, saver.numel, p.backward(saver.moment))
+            read = self._read(binary, storage, saver.unit, saver.numel)
+            self.workspace.setdefault(p.backward(saver.moment), []).extend(read)
 
-    def _read(self, binary: int, storage: str, unit: int | None, numel: int, moment: int) -> None:
-        """What reading a narrow copy in the unit's format costs, if it is there."""
+    def _read(self, binary: int, storage: str, unit: int | None, numel: int) -> list[_Held]:
+        """What reading a narrow copy in the unit's format costs, if it is there; what it makes."""
         seconds = {f: self.problem.cast_seconds(storage, f, numel) for f in self.formats(unit)}
-        for f, read in self._one_of(binary, unit, seconds).items():
-            if f != storage:
-                self.workspace.append((moment, read, numel * bytes_of(f)))
+        made = self._one_of(binary, unit, seconds).items()
+        return [(read, numel * bytes_of(f)) for f, read in made if f != storage]
 
     def _gemm_casts(self, gemm: Gemm) -> None:
         p = self.problem
-        moment = p.backward(gemm.moment)
-        roles = ((gemm.grad_input, gemm.has_grad_input), (gemm.grad_weight, gemm.has_grad_weight))
-        wanted: list[int | None] = [unit for unit, needed in roles if needed]
-        self._casts_to(gemm.output, wanted, gemm.out_numel, back=False, moment=moment)
+        of_input, of_weight = self.of_gemm[gemm.number] = ([], [])
         if gemm.has_grad_input:
-            self._result_casts(gemm, moment)
+            self._casts_to(gemm.output, [gemm.grad_input], gemm.out_numel, back=False, held=of_input)
+            self._result_casts(gemm, of_input)
         if not gemm.has_grad_weight:
             return
         spared = self._stores(gemm)
-        self._casts_to(gemm.output, [gemm.grad_weight], gemm.x_numel, back=False, moment=moment, spared=spared)
+        self._casts_to(gemm.output, [gemm.grad_weight], gemm.out_numel, back=False, held=of_weight)
+        self._casts_to(gemm.output, [gemm.grad_weight], gemm.x_numel, back=False, held=of_weight, spared=spared)
         if spared is not None:
             for storage in p.tensors[gemm.x].storages:
-                self._read(self.s[gemm.x, storage], storage, gemm.grad_weight, gemm.x_numel, moment)
+                of_weight += self._read(self.s[gemm.x, storage], storage, gemm.grad_weight, gemm.x_numel)
 
-    def _result_casts(self, gemm: Gemm, moment: int) -> None:
+    def _result_casts(self, gemm: Gemm, held: list[_Held]) -> None:
         """The input's gradient, made in the grad_input format, goes back in the format in which the input was read."""
         for h in self.formats(gemm.grad_input):
             others = {f: self.problem.cast_seconds(h, f, gemm.x_numel) for f in self.formats(gemm.output) if f != h}
@@ -287,7 +291,7 @@ class Program:
                 casts.add(cast)
             need = Linear().add(self.is_in(gemm.grad_input, h)).add(self.is_in(gemm.output, h), -1.0)
             self.at_most(need.add(casts, -1.0), 0.0)
-            self.workspace.append((moment, casts, gemm.x_numel * bytes_of(h)))
+            held.append((casts, gemm.x_numel * bytes_of(h)))
 
     def _stores(self, gemm: Gemm) -> Linear | None:
         """1 if the GEMM's input is kept in a narrow format; None if that cannot be."""
@@ -372,10 +376,9 @@ class Program:
                     total.add(k, float(size))
         for gemm in p.gemms:
             if p.backward(gemm.moment) == moment:
-                total.add(*self._larger_workspace(gemm.grad_input, gemm.grad_weight))
-        for at, expression, size in self.workspace:
-            if at == moment:
-                total.add(expression, float(size))
+                total.add(*self._larger_workspace(gemm))
+        for expression, size in self.workspace.get(moment, ()):
+            total.add(expression, float(size))
         for demand in demands(p, moment):
             for f, size in demand.stored:
                 total.add(self.s[demand.tensor, f], float(size))
@@ -388,14 +391,19 @@ class Program:
                 total.add(self._live[key][f], float(size))
         return total
 
-    def _larger_workspace(self, *units: int) -> tuple[int, float]:
-        """A variable, and the bytes that it is a share of: the larger workspace of the units."""
-        most = float(max(max(self.problem.units[u].workspace) for u in units))
+    def _larger_workspace(self, gemm: Gemm) -> tuple[int, float]:
+        """A variable, and the bytes that it is a share of: the larger of what the two gradients hold while they are
+        made, one after the other."""
+        units = self.problem.units
+        pairs = list(zip((gemm.grad_input, gemm.grad_weight), self.of_gemm[gemm.number], strict=True))
+        most = float(max(max(units[u].workspace) + sum(size for _, size in held) for u, held in pairs))
         larger = self.variable(0.0)
-        for u in units:
+        for u, held in pairs:
             own = Linear()
-            for k, size in zip(self.y[u], self.problem.units[u].workspace, strict=True):
+            for k, size in zip(self.y[u], units[u].workspace, strict=True):
                 own.add(k, size / most if most else 0.0)
+            for expression, size in held:
+                own.add(expression, size / most)
             self.at_least(larger, own)
         return larger, most
 
