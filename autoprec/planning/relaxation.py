@@ -43,13 +43,15 @@ class Prices:
 
 @dataclass(frozen=True)
 class Totals:
-    """What an assignment costs and uses: objective; loss variance and rows as shares of their limits; bytes at all
-    moments."""
+    """What an assignment costs and uses: objective; loss variance as a share of `loss_scale`, rows as shares of their
+    limits; bytes at all moments. `short` is by how much each row is missed where entries are worth what they leave: the
+    slope of the bound in the row's price."""
 
     objective: float
     loss: float
     rows: _Floats
     bytes_at: _Ints
+    short: _Floats
 
 
 class Relaxation:
@@ -174,8 +176,11 @@ class Relaxation:
         above = self.propagation.rows(entering)
         objective += TERTIARY * float(above.sum())
         bytes_at = self.tables.steady + np.rint(np.cumsum(change[:-1])).astype(np.int64)
-        return Totals(objective, loss * self.problem.loss_scale / (self.problem.loss_limit or np.inf)
-                      if self.problem.loss_limit else loss, own + above, bytes_at)  # fmt: skip
+        short = above.copy()
+        for g, credit in self._credits:
+            left = credit[np.arange(len(credit)), g.entry(values)]
+            short -= np.bincount(g.noise.place, left, len(short))  # type: ignore[union-attr]
+        return Totals(objective, loss, own + above, bytes_at, short)
 
     def choice(self, values: _Ints) -> Choice:
         """The choice of an assignment."""
