@@ -10,6 +10,7 @@ least that must come is forbidden.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ from autoprec.planning.tables import Group
 from autoprec.planning.tabulate import Tabulated
 from autoprec.planning.values import Choice, Problem
 
-__all__ = ["Prices", "Relaxation", "Totals"]
+__all__ = ["Limit", "Prices", "Relaxation", "Totals"]
 
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
@@ -32,13 +33,15 @@ _Ints = npt.NDArray[np.int64]
 _TOLERANCE = 2e-9
 
 
-@dataclass(frozen=True)
-class Prices:
-    """Prices ≥ 0 of the limits: `moments` by moment (of a share of the room for bytes), `loss`, `rows` (shares)."""
+class Limit(NamedTuple):
+    """What may be priced: bytes at a moment (a share of the room for them), the loss, or a row (shares of limits)."""
 
-    moments: dict[int, float]
-    loss: float
-    rows: _Floats
+    kind: Literal["moment", "loss", "row"]
+    place: int
+
+
+#: Prices ≥ 0; a limit that is not there has none.
+Prices = dict[Limit, float]
 
 
 @dataclass(frozen=True)
@@ -100,14 +103,14 @@ class Relaxation:
                 np.add.at(tables, g.noise.place, 1)
         self.priced_rows = largest + most > self._limit
         cap = np.where(tables == 1, np.minimum(most, self._limit - own), np.inf)
-        self._credits: list[tuple[Group, _Floats]] = []
+        self._credits: dict[int, _Floats] = {}
         for g in self.groups:
             if g.noise is not None:
                 row, amount = g.noise.place, g.noise.amount
                 slack = self._limit - least[row] - own[row] + amount.min(axis=1)
                 self._forbid(g, amount > slack[:, None])
                 credit = np.minimum(self._limit / tables[row][:, None] - amount, cap[row][:, None])
-                self._credits.append((g, credit))
+                self._credits[g.start] = credit
             if g.loss is not None:
                 self._forbid(g, g.loss > self.loss_limit)
 
@@ -136,20 +139,28 @@ class Relaxation:
         """A lower bound of every feasible choice's objective; infinite if there is none."""
         buffer, length = self._buffer, self.tables.length
         buffer[:length] = self._base
-        entering = self.propagation.prices(prices.rows + TERTIARY)
+        rows = np.zeros(len(self.problem.rows))
+        loss, constant = 0.0, self.tables.constant
+        for limit, price in prices.items():
+            if limit.kind == "row":
+                rows[limit.place] = price
+            elif limit.kind == "loss":
+                loss, constant = price, constant - price * self.loss_limit
+            else:
+                constant -= price * self._moment(limit.place)[2]
+        entering = self.propagation.prices(rows + TERTIARY)
         for g in self.groups:
             mine = buffer[g.start : g.end].reshape(g.base.shape)
             if g.rounding is not None:
                 mine += entering[g.rounding.place][:, None] * g.rounding.amount
-            if g.loss is not None and prices.loss:
-                mine += prices.loss * g.loss
-        for g, credit in self._credits:
-            buffer[g.start : g.end].reshape(g.base.shape)[:] -= prices.rows[g.noise.place][:, None] * credit
-        constant = self.tables.constant - (prices.loss * self.loss_limit if prices.loss else 0.0)
-        for moment, price in prices.moments.items():
-            place, share, left = self._moment(moment)
-            buffer[place] += price * share
-            constant -= price * left
+            if g.loss is not None and loss:
+                mine += loss * g.loss
+            if g.noise is not None:
+                mine -= rows[g.noise.place][:, None] * self._credits[g.start]
+        for limit, price in prices.items():
+            if limit.kind == "moment":
+                place, share, _ = self._moment(limit.place)
+                buffer[place] += price * share
         return constant + self.elimination.minimum(buffer)
 
     def assignment(self) -> _Ints:
@@ -159,7 +170,8 @@ class Relaxation:
     def totals(self, values: _Ints) -> Totals:
         """What an assignment costs and uses."""
         objective, loss = self.tables.constant, 0.0
-        entering, own = np.zeros(self.propagation.places), np.zeros(len(self.problem.rows))
+        entering = np.zeros(self.propagation.places)
+        own, left = np.zeros((2, len(self.problem.rows)))
         change = np.zeros(2 * len(self.problem.ops) + 1)
         for g in self.groups:
             entry = g.entry(values)
@@ -171,16 +183,23 @@ class Relaxation:
                 entering += np.bincount(g.rounding.place, g.rounding.amount[rows, entry], len(entering))
             if g.noise is not None:
                 own += np.bincount(g.noise.place, g.noise.amount[rows, entry], len(own))
+                left += np.bincount(g.noise.place, self._credits[g.start][rows, entry], len(own))
             for size, first, last in g.spans(entry):
                 change += np.bincount(first, size, len(change)) - np.bincount(last + 1, size, len(change))
         above = self.propagation.rows(entering)
         objective += TERTIARY * float(above.sum())
         bytes_at = self.tables.steady + np.rint(np.cumsum(change[:-1])).astype(np.int64)
-        short = above.copy()
-        for g, credit in self._credits:
-            left = credit[np.arange(len(credit)), g.entry(values)]
-            short -= np.bincount(g.noise.place, left, len(short))  # type: ignore[union-attr]
-        return Totals(objective, loss, own + above, bytes_at, short)
+        return Totals(objective, loss, own + above, bytes_at, above - left)
+
+    def over(self, totals: Totals, limit: Limit) -> float:
+        """By how much an assignment exceeds a limit, as a share of it (of the room, for bytes); negative below it."""
+        if limit.kind == "moment":
+            return float(totals.bytes_at[limit.place] - (self.problem.budget_bytes or 0)) / self.room
+        return totals.loss - self.loss_limit if limit.kind == "loss" else float(totals.rows[limit.place]) - 1.0
+
+    def slope(self, totals: Totals, limit: Limit) -> float:
+        """How the bound changes with a limit's price where the assignment was found."""
+        return float(totals.short[limit.place]) if limit.kind == "row" else self.over(totals, limit)
 
     def choice(self, values: _Ints) -> Choice:
         """The choice of an assignment."""
