@@ -15,14 +15,12 @@ from scipy.optimize import linprog
 
 from autoprec.planning.relaxation import Limit, Prices, Relaxation, Totals
 
-__all__ = ["Cut", "ascend"]
+__all__ = ["Cut", "ascend", "missed", "priced"]
 
 _Floats = npt.NDArray[np.float64]
 
 #: First half-width of the box, of the bound: rows of weights matter less than what all ops share.
 _SHARED, _ROW = 1e-2, 3e-3
-#: The ascent ends when the planes promise less than this share of the bound.
-_ENOUGH = 2e-6
 #: How many rows get their prices in one step.
 _NEW_ROWS = 10
 
@@ -37,9 +35,10 @@ class Cut:
     totals: Totals
 
 
-def ascend(relaxation: Relaxation, *, steps: int, ceiling: float) -> list[Cut]:
-    """Evaluations on the way to the best prices, the best one last; ends early above `ceiling`."""
-    cuts = [_evaluate(relaxation, {})]
+def ascend(relaxation: Relaxation, *, steps: int, enough: float, ceiling: float) -> list[Cut]:
+    """Evaluations on the way to the best prices, the best one last; ends when the planes promise less than the share
+    `enough` of the bound, twice, or when the bound is above `ceiling`."""
+    cuts = [priced(relaxation, {})]
     best = cuts[0]
     widths: dict[Limit, float] = {}
     small = 0
@@ -54,10 +53,10 @@ def ascend(relaxation: Relaxation, *, steps: int, ceiling: float) -> list[Cut]:
         if found is None:
             break
         prices, promised = found
-        small = small + 1 if promised - best.bound <= _ENOUGH * abs(best.bound) else 0
+        small = small + 1 if promised - best.bound <= enough * abs(best.bound) else 0
         if small == 2:
             break
-        cut = _evaluate(relaxation, {limit: price for limit, price in prices.items() if price > 0.0})
+        cut = priced(relaxation, {limit: price for limit, price in prices.items() if price > 0.0})
         cuts.append(cut)
         share = (cut.bound - best.bound) / max(promised - best.bound, 1e-300)
         if share > 0.3:
@@ -71,7 +70,8 @@ def ascend(relaxation: Relaxation, *, steps: int, ceiling: float) -> list[Cut]:
     return [c for c in cuts if c is not best] + [best]
 
 
-def _evaluate(relaxation: Relaxation, prices: Prices) -> Cut:
+def priced(relaxation: Relaxation, prices: Prices) -> Cut:
+    """The bound at some prices, and the assignment that reaches it."""
     bound = relaxation.bound(prices)
     values = relaxation.assignment()
     return Cut(prices, bound, values, relaxation.totals(values))

@@ -201,6 +201,28 @@ class Relaxation:
         """How the bound changes with a limit's price where the assignment was found."""
         return float(totals.short[limit.place]) if limit.kind == "row" else self.over(totals, limit)
 
+    # What changes of an assignment do
+
+    def row_prices(self, row: int | None) -> _Floats:
+        """What a unit of variance adds to a row's share of its limit, by the place where it enters; None: to all."""
+        rows = np.ones(len(self.problem.rows)) if row is None else np.zeros(len(self.problem.rows))
+        if row is not None:
+            rows[row] = 1.0
+        return self.propagation.prices(rows)
+
+    def share(self, group: Group, tables: _Ints, entries: _Ints, moment: int) -> _Floats:
+        """The share of the room that entries hold at a moment."""
+        place, share, _ = self._moment(moment)
+        index = group.start + tables * group.base.shape[1] + entries
+        if not len(place):
+            return np.zeros(len(index))
+        found = np.minimum(np.searchsorted(place, index), len(place) - 1)
+        return np.where(place[found] == index, share[found], 0.0)
+
+    def forbidden(self, group: Group, tables: _Ints, entries: _Ints) -> npt.NDArray[np.bool_]:
+        """Entries that no feasible choice has."""
+        return np.isinf(self._base[group.start + tables * group.base.shape[1] + entries])
+
     def choice(self, values: _Ints) -> Choice:
         """The choice of an assignment."""
         return self.decisions.choice(values)
