@@ -10,8 +10,10 @@ lower bound, and the assignment no longer sure to reach it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,26 +48,28 @@ class _Part:
     shape: tuple[int, ...]
     axes: tuple[int, ...]
 
-    @property
-    def strides(self) -> list[int]:
-        return [int(np.prod(self.shape[k + 1 :], dtype=np.int64)) for k in range(len(self.shape))]
-
-    def read(self, buffer: _Floats, dims: int) -> _Floats:
-        """The tables of all buckets, with the axes of the buckets."""
-        count, size = len(self.starts), int(np.prod(self.shape, dtype=np.int64))
+    def view(self, buffer: _Floats, dims: int) -> tuple[_Floats, tuple[_Floats, _Ints] | None]:
+        """The tables of all buckets with the axes of the buckets: a view of the buffer where they lie at equal
+        distances, else a view of a place for copies, and that place with the entries to copy."""
+        count, size = len(self.starts), math.prod(self.shape)
         step = int(self.starts[1] - self.starts[0]) if count > 1 else size
-        if count < 2 or (np.diff(self.starts) == step).all():
-            begin = int(self.starts[0])
-            width = buffer.itemsize
-            found = as_strided(buffer[begin:], (count, size), (step * width, width), writeable=False)
-        else:
-            found = buffer[self.starts[:, None] + np.arange(size)]
-        found = found.reshape(count, *self.shape)
+        copies = None
+        memory, distance = buffer[int(self.starts[0]) :], step
+        if not (np.diff(self.starts) == step).all():
+            memory, distance = np.empty(count * size), size
+            copies = memory.reshape(count, size), self.starts[:, None] + np.arange(size)
+        strides = [buffer.itemsize * stride for stride in (distance, *_strides(self.shape))]
+        found = as_strided(memory, (count, *self.shape), strides, writeable=False)
         order = sorted(range(len(self.axes)), key=self.axes.__getitem__)
-        shape = [count] + [1] * dims
-        for k in order:
-            shape[1 + self.axes[k]] = self.shape[k]
-        return found.transpose(0, *(1 + k for k in order)).reshape(shape)
+        found = found.transpose(0, *(1 + k for k in order))
+        places: list[Any] = [None] * dims
+        for axis in self.axes:
+            places[axis] = slice(None)
+        return found[(slice(None), *places)], copies
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    return [math.prod(shape[k + 1 :]) for k in range(len(shape))]
 
 
 @dataclass(frozen=True)
@@ -76,32 +80,69 @@ class _Buckets:
     sizes: tuple[int, ...]
     parts: tuple[_Part, ...]
 
-    def minimum(self, buffer: _Floats, begin: int) -> None:
-        """The minimum of the sum over the last variable, into the buffer."""
-        total = np.zeros((1,) * (1 + len(self.sizes)))
-        for part in self.parts:
-            total = total + part.read(buffer, len(self.sizes))
-        count, rest = len(self.scopes), self.sizes[:-1]
-        least = np.broadcast_to(total, (count, *self.sizes)).min(axis=-1)
-        buffer[begin : begin + count * int(np.prod(rest, dtype=np.int64))] = least.reshape(-1)
 
-    def decide(self, buffer: _Floats, values: _Ints) -> None:
-        """The best value of the last variable, given the others; the first of equals."""
-        count, last = len(self.scopes), len(self.sizes) - 1
-        total = np.zeros((count, self.sizes[-1]))
-        for part in self.parts:
-            index, own = part.starts.copy(), 0
-            for axis, stride in zip(part.axes, part.strides, strict=True):
+class _Minimum:
+    """The minimum of the sums of buckets over their last variables, from a buffer into it."""
+
+    def __init__(self, buckets: _Buckets, buffer: _Floats, begin: int) -> None:
+        count, rest = len(buckets.scopes), buckets.sizes[:-1]
+        self._buffer = buffer
+        self._views = []
+        self._copies: list[tuple[_Floats, _Ints]] = []
+        for part in buckets.parts:
+            view, copies = part.view(buffer, len(buckets.sizes))
+            self._views.append(np.moveaxis(view, -1, 0))  # the minimum is taken along whole arrays
+            if copies is not None:
+                self._copies.append(copies)
+        self._total = np.empty((buckets.sizes[-1], count, *rest))
+        self._least = buffer[begin : begin + count * math.prod(rest)].reshape(count, *rest)
+
+    def __call__(self) -> None:
+        """Do it."""
+        for place, index in self._copies:
+            np.take(self._buffer, index, out=place)
+        total = self._total
+        if len(self._views) == 1:
+            total[...] = self._views[0]
+        else:
+            np.add(self._views[0], self._views[1], out=total)
+        for view in self._views[2:]:
+            total += view
+        np.min(total, axis=0, out=self._least)
+
+
+class _Decision:
+    """The best values of the last variables of buckets, given the others; the first of equals."""
+
+    def __init__(self, buckets: _Buckets) -> None:
+        last = len(buckets.sizes) - 1
+        self._mine = buckets.scopes[:, last]
+        self._total = np.empty((len(buckets.scopes), buckets.sizes[-1]))
+        self._parts = []
+        for part in buckets.parts:
+            strides, own, others = _strides(part.shape), 0, []
+            for axis, stride in zip(part.axes, strides, strict=True):
                 if axis == last:
                     own = stride
                 else:
-                    index += stride * values[self.scopes[:, axis]]
-            total += buffer[index[:, None] + own * np.arange(self.sizes[-1])]
-        values[self.scopes[:, last]] = total.argmin(axis=1)
+                    others.append((buckets.scopes[:, axis], stride))
+            index = part.starts[:, None] + own * np.arange(buckets.sizes[-1])
+            self._parts.append((index, others))
+
+    def __call__(self, buffer: _Floats, values: _Ints) -> None:
+        """Decide."""
+        self._total[...] = 0.0
+        for index, others in self._parts:
+            if others:
+                shift = sum(stride * values[scope] for scope, stride in others)
+                index = index + np.asarray(shift)[:, None]
+            self._total += buffer[index]
+        values[self._mine] = self._total.argmin(axis=1)
 
 
 class Elimination:
-    """An order of elimination for tables over variables with `sizes` values; fills `buffer` behind the tables."""
+    """An order of elimination for tables over variables with `sizes` values; `buffer` has room for them, and behind
+    them for what elimination makes of them."""
 
     def __init__(self, sizes: Sequence[int], tables: Sequence[Tables]) -> None:
         self.exact = True
@@ -111,13 +152,16 @@ class Elimination:
         self._in: list[list[int]] = [[] for _ in sizes]
         self.length = 0
         for group in tables:
-            size = int(np.prod(group.shape, dtype=np.int64))
+            size = math.prod(group.shape)
             for k, scope in enumerate(group.scopes.tolist()):
                 self._add(tuple(scope), group.start + k * size)
             self.length = max(self.length, group.start + len(group.scopes) * size)
         self._minima: list[tuple[_Buckets, int]] = []
         self._decisions: list[_Buckets] = []
         self._order()
+        self.buffer = np.empty(self.length)
+        self._minimize = [_Minimum(buckets, self.buffer, begin) for buckets, begin in self._minima]
+        self._decide = [_Decision(buckets) for buckets in reversed(self._decisions)]
         constants = [start for scope, start in zip(self._scopes, self._starts, strict=True) if not scope]
         self._constants = np.array(constants, np.int64)
 
@@ -175,7 +219,7 @@ class Elimination:
         for found in minima.values():
             buckets = self._buckets(found)
             self._minima.append((buckets, self.length))
-            size = int(np.prod(buckets.sizes[:-1], dtype=np.int64))
+            size = math.prod(buckets.sizes[:-1])
             for k, (scope, _) in enumerate(found):
                 new.append((scope[:-1], self.length + k * size))
             self.length += len(found) * size
@@ -192,7 +236,7 @@ class Elimination:
         groups: list[tuple[set[int], list[int]]] = []
         for f in sorted(factors, key=lambda f: (-len(self._scopes[f]), f)):
             for scope, members in groups:
-                if np.prod([float(self._sizes[u]) for u in scope.union(self._scopes[f])]) <= LARGEST:
+                if math.prod(self._sizes[u] for u in scope.union(self._scopes[f])) <= LARGEST:
                     scope.update(self._scopes[f])
                     members.append(f)
                     break
@@ -230,15 +274,15 @@ class Elimination:
 
     # Use
 
-    def minimum(self, buffer: _Floats) -> float:
-        """The least sum of the tables (a lower bound of it if not `exact`); infinite if every sum is."""
-        for buckets, begin in self._minima:
-            buckets.minimum(buffer, begin)
-        return float(buffer[self._constants].sum())
+    def minimum(self) -> float:
+        """The least sum of the tables in `buffer` (a lower bound of it if not `exact`); infinite if every sum is."""
+        for minimize in self._minimize:
+            minimize()
+        return float(self.buffer[self._constants].sum())
 
-    def assignment(self, buffer: _Floats) -> _Ints:
-        """Values that reach the minimum (or were found on the way to the bound), after `minimum`."""
+    def assignment(self) -> _Ints:
+        """Values that reach the last minimum (or were found on the way to the bound)."""
         values = np.zeros(len(self._sizes), np.int64)
-        for buckets in reversed(self._decisions):
-            buckets.decide(buffer, values)
+        for decide in self._decide:
+            decide(self.buffer, values)
         return values

@@ -76,7 +76,6 @@ class Relaxation:
         self.exact = self.tables.exact
         sizes = [len(d) for d in self.decisions.domains]
         self.elimination = Elimination(sizes, [Tables(g.scopes, g.shape, g.start) for g in self.groups])
-        self._buffer = np.empty(self.elimination.length)
         self._base = np.concatenate([g.base.reshape(-1) for g in self.groups] or [np.zeros(0)])
         self.loss_limit = np.inf
         if problem.loss_limit is not None:
@@ -137,7 +136,7 @@ class Relaxation:
 
     def bound(self, prices: Prices) -> float:
         """A lower bound of every feasible choice's objective; infinite if there is none."""
-        buffer, length = self._buffer, self.tables.length
+        buffer, length = self.elimination.buffer, self.tables.length
         buffer[:length] = self._base
         rows = np.zeros(len(self.problem.rows))
         loss, constant = 0.0, self.tables.constant
@@ -161,11 +160,11 @@ class Relaxation:
             if limit.kind == "moment":
                 place, share, _ = self._moment(limit.place)
                 buffer[place] += price * share
-        return constant + self.elimination.minimum(buffer)
+        return constant + self.elimination.minimum()
 
     def assignment(self) -> _Ints:
         """Values of the decisions that reach the last bound."""
-        return self.elimination.assignment(self._buffer)
+        return self.elimination.assignment()
 
     def totals(self, values: _Ints) -> Totals:
         """What an assignment costs and uses."""
