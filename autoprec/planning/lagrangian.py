@@ -7,13 +7,15 @@ little. Dearer prices for what is broken lead to a feasible one, and recombining
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from autoprec.errors import SolverError
-from autoprec.planning.bundle import Cut, ascend, priced
+from autoprec.planning.branching import Tree
+from autoprec.planning.bundle import Ascent, Cut, ascend, priced
 from autoprec.planning.evaluator import TERTIARY, evaluate
 from autoprec.planning.recombining import Items, flips, islands, joined, take
 from autoprec.planning.relaxation import Limit, Prices, Relaxation, Totals
@@ -26,11 +28,16 @@ _Ints = npt.NDArray[np.int64]
 #: Evaluations of the bound, and dearer prices tried for a feasible choice, each at most so often.
 _STEPS, _REPAIRS = 80, 60
 #: Rounds of recombination; items weighed at once; nodes of the program that weighs them.
-_ROUNDS, _ITEMS, _NODES = 8, 300, 20
+_ROUNDS, _ITEMS, _NODES = 8, 1500, 200
 #: Assignments that are recombined: the last ones seen, and new ones at prices that differ by about a tenth.
 _POOL, _NEW, _SPREAD = 30, 5, 0.1
 #: How often a program is asked again with the limits that its answer broke.
 _TRIES = 4
+#: Branch and bound up to so many decisions, in so many ways; of each way, the assignments that are recombined, and the
+#: dearer prices tried.
+#: `_SMALL` more of them, shared by the decisions: small problems are searched to the end.
+_SMALL = 3000
+_BRANCHING, _BRANCHES, _FROM_BRANCH, _REPAIRS_IN_BRANCH = 4000, 12, 3, 8
 #: Programs tell 0 from a millionth less surely than the evaluator does.
 _MARGIN = 2e-6
 #: The part of a bound that sums in another order may differ by.
@@ -48,17 +55,10 @@ def solve(problem: Problem, *, relative_gap: float = 1e-3) -> Solution | None:
     if not relaxation.possible or (budget is not None and int(relaxation.tables.steady.max(initial=0)) > budget):
         return None
     ceiling = _ceiling(relaxation)
-    cuts = ascend(relaxation, steps=_STEPS, enough=relative_gap / 50, ceiling=ceiling)
-    if cuts[-1].bound > ceiling:
+    ascent = ascend(relaxation, steps=_STEPS, enough=relative_gap / 50, ceiling=ceiling)
+    if ascent.best.bound > ceiling:
         return None
-    search = _Search(relaxation, cuts, relative_gap)
-    found = search.run()
-    if found is None:
-        raise SolverError(
-            f"no feasible choice in {_REPAIRS} rounds of dearer prices, and no proof that there is none:"
-            " the limits may be too tight for this solver; loosen the budget or a noise limit"
-        )
-    return found
+    return _Search(relaxation, ascent, relative_gap, ceiling).run()
 
 
 def _ceiling(relaxation: Relaxation) -> float:
@@ -83,11 +83,11 @@ class _Best:
 class _Search:
     """From the best prices to a feasible choice."""
 
-    def __init__(self, relaxation: Relaxation, cuts: list[Cut], gap: float) -> None:
-        self.relaxation = relaxation
-        self.bound, self.prices = cuts[-1].bound, cuts[-1].prices
-        self.bound -= _ROUNDING * abs(self.bound)
-        self.gap = gap
+    def __init__(self, relaxation: Relaxation, ascent: Ascent, gap: float, ceiling: float) -> None:
+        self.relaxation, self.ascent = relaxation, ascent
+        self.prices, cuts = ascent.best.prices, ascent.cuts
+        self.bound = ascent.best.bound - _ROUNDING * abs(ascent.best.bound)
+        self.gap, self.ceiling = gap, ceiling
         self.best: _Best | None = None
         self.seen = [c.values for c in cuts[-_POOL:]]
         #: What the evaluator found over a limit where the tables are only a lower bound.
@@ -96,17 +96,23 @@ class _Search:
             self.offer(cut.values, cut.totals)
 
     def run(self) -> Solution | None:
-        """The best choice found, as the evaluator sees it."""
+        """The best choice found, as the evaluator sees it; None if there is provably none."""
         for _ in range(_ROUNDS):
-            prices = self.repair()
-            if self.best is None:
-                return None
+            prices = self.repair(self.prices)
             self.improve(prices)
+            self.branch()
+            if self.best is None:
+                if self.bound > self.ceiling:
+                    return None
+                raise SolverError(
+                    f"no feasible choice in {_REPAIRS} rounds of dearer prices, and no proof that there is none:"
+                    " the limits may be too tight for this solver; loosen the budget or a noise limit"
+                )
             solution = self.judged(self.best)
             if solution is not None:
                 return solution
             self.best = None
-        return None
+        raise SolverError(f"no choice that the evaluator finds feasible in {_ROUNDS} rounds")
 
     def judged(self, best: _Best) -> Solution | None:
         """The evaluator's verdict. What it finds broken counts from now on."""
@@ -127,18 +133,10 @@ class _Search:
         return None
 
     def broken(self, totals: Totals) -> list[Limit]:
-        """Limits that an assignment breaks: the highest moment, the loss, and rows."""
-        relaxation = self.relaxation
-        found = [limit for limit, margin in self.margins.items() if relaxation.over(totals, limit) + margin > 0.0]
-        budget = relaxation.problem.budget_bytes
-        if budget is not None and len(totals.bytes_at):
-            peak = int(totals.bytes_at.argmax())
-            if totals.bytes_at[peak] > budget:
-                found.append(Limit("moment", peak))
-        if relaxation.over(totals, Limit("loss", 0)) > 0.0:
-            found.append(Limit("loss", 0))
-        found += [Limit("row", int(r)) for r in np.flatnonzero(totals.rows > 1.0)]
-        return list(dict.fromkeys(found))
+        """Limits that an assignment breaks, or comes too near to."""
+        over = self.relaxation.over
+        found = [limit for limit, margin in self.margins.items() if over(totals, limit) + margin > 0.0]
+        return list(dict.fromkeys([*found, *self.relaxation.broken(totals)]))
 
     def offer(self, values: _Ints, totals: Totals) -> bool:
         """Take an assignment if it is feasible and better."""
@@ -156,10 +154,10 @@ class _Search:
         objective = self.best.totals.objective
         return objective - self.bound <= self.gap * abs(objective)
 
-    def repair(self) -> Prices:
+    def repair(self, start: Prices, rounds: int = _REPAIRS) -> Prices:
         """Dearer prices for what is broken until nothing is; the prices that it took."""
-        prices, steps = dict(self.prices), dict[Limit, float]()
-        for _ in range(_REPAIRS):
+        prices, steps = dict(start), dict[Limit, float]()
+        for _ in range(rounds):
             cut = priced(self.relaxation, prices)
             self.seen.append(cut.values)
             self.offer(cut.values, cut.totals)
@@ -191,9 +189,39 @@ class _Search:
                     self.seen.append(cut.values)
                     self.offer(cut.values, cut.totals)
                 self.seen = self.seen[-_POOL:]
-                here = self.best.values
-                self.weigh(joined([islands(self.relaxation, here, other) for other in self.seen]), limits)
+                self.weigh(self.mixed(), limits)
             idle = 0 if before - self.best.totals.objective > 1e-9 * abs(before) else idle + 1
+
+    def branch(self) -> None:
+        """Take decisions both ways where the mixture of assignments that gives the bound does not agree on them: the
+        bound rises, and what is near the best prices of each way is recombined, too."""
+        if self.near_enough() or len(self.relaxation.decisions.domains) > _BRANCHING:
+            return
+        tree = Tree(self.relaxation, self.ascent)
+
+        def visit(ascent: Ascent, new: Sequence[Cut]) -> None:
+            for cut in new:
+                self.offer(cut.values, cut.totals)
+            self.seen += [cut.values for cut in new[-_FROM_BRANCH:]]
+            self.repair(ascent.best.prices, _REPAIRS_IN_BRANCH)
+            self.seen = self.seen[-_POOL:]
+
+        for turn in range(_BRANCHES + _SMALL // len(self.relaxation.decisions.domains)):
+            ceiling = self.ceiling
+            if self.best is not None:
+                ceiling = self.best.totals.objective - self.gap * abs(self.best.totals.objective)
+            more = tree.grow(ceiling, visit)
+            self.bound = max(self.bound, tree.bound - _ROUNDING * abs(tree.bound))
+            if self.near_enough() or not more:
+                return
+            if turn % 2 and self.best is not None:
+                self.weigh(self.mixed(), dict.fromkeys(self.ascent.widths, 0.0))
+
+    def mixed(self) -> Items:
+        """The islands between the best assignment and each of those seen last."""
+        assert self.best is not None
+        here = self.best.values
+        return joined([islands(self.relaxation, here, other) for other in self.seen])
 
     def weigh(self, items: Items, margins: dict[Limit, float]) -> None:
         """Take the best of the items together; limits that this breaks join the program, or get some distance."""

@@ -188,9 +188,8 @@ def take(
     # What eases a limit that is broken without a price is worth something, too.
     broken = (over > 0.0) & (price == 0.0)
     value = value - np.where(broken[:, None], scale * np.maximum(-uses, 0.0), 0.0).sum(axis=0)
-    helps = (objective < 0.0) | ((uses < 0.0) & (over > 0.0)[:, None]).any(axis=0) | (value < 0.0)
-    helps &= ~forbidden(relaxation, items)
-    order = np.flatnonzero(helps)
+    helps = (objective < 0.0) | (uses < 0.0).any(axis=0)  # what saves nothing is no part of an exchange
+    order = np.flatnonzero(helps & ~forbidden(relaxation, items))
     order = order[np.argsort(value[order], kind="stable")][:most]
     if not len(order):
         return here

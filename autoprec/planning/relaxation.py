@@ -9,7 +9,10 @@ least that must come is forbidden.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -64,6 +67,7 @@ class Relaxation:
         possible: False if units that must agree cannot.
         exact: whether `totals` is what the evaluator says, and not a lower bound of it.
         priced_rows: rows that some choice could break.
+        closed: entries that are not allowed now (see `without`).
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -77,6 +81,7 @@ class Relaxation:
         sizes = [len(d) for d in self.decisions.domains]
         self.elimination = Elimination(sizes, [Tables(g.scopes, g.shape, g.start) for g in self.groups])
         self._base = np.concatenate([g.base.reshape(-1) for g in self.groups] or [np.zeros(0)])
+        self.closed = np.zeros(0, np.int64)
         self.loss_limit = np.inf
         if problem.loss_limit is not None:
             self.loss_limit = problem.loss_limit / problem.loss_scale * (1.0 + _TOLERANCE)
@@ -138,6 +143,7 @@ class Relaxation:
         """A lower bound of every feasible choice's objective; infinite if there is none."""
         buffer, length = self.elimination.buffer, self.tables.length
         buffer[:length] = self._base
+        buffer[self.closed] = np.inf
         rows = np.zeros(len(self.problem.rows))
         loss, constant = 0.0, self.tables.constant
         for limit, price in prices.items():
@@ -194,11 +200,43 @@ class Relaxation:
         """By how much an assignment exceeds a limit, as a share of it (of the room, for bytes); negative below it."""
         if limit.kind == "moment":
             return float(totals.bytes_at[limit.place] - (self.problem.budget_bytes or 0)) / self.room
-        return totals.loss - self.loss_limit if limit.kind == "loss" else float(totals.rows[limit.place]) - 1.0
+        return totals.loss - self.loss_limit if limit.kind == "loss" else float(totals.rows[limit.place]) - self._limit
 
-    def slope(self, totals: Totals, limit: Limit) -> float:
-        """How the bound changes with a limit's price where the assignment was found."""
-        return float(totals.short[limit.place]) if limit.kind == "row" else self.over(totals, limit)
+    def broken(self, totals: Totals) -> list[Limit]:
+        """Limits that an assignment breaks: the highest moment, the loss, and rows."""
+        found = []
+        budget = self.problem.budget_bytes
+        if budget is not None and len(totals.bytes_at):
+            peak = int(totals.bytes_at.argmax())
+            if totals.bytes_at[peak] > budget:
+                found.append(Limit("moment", peak))
+        if self.over(totals, Limit("loss", 0)) > 0.0:
+            found.append(Limit("loss", 0))
+        return found + [Limit("row", int(r)) for r in np.flatnonzero(totals.rows > self._limit)]
+
+    def slopes(self, totals: Totals, limits: Sequence[Limit]) -> list[float]:
+        """How the bound changes with each limit's price where the assignment was found."""
+        return [float(totals.short[limit.place]) if limit.kind == "row" else self.over(totals, limit)
+                for limit in limits]  # fmt: skip
+
+    # Branches
+
+    def without(self, variable: int, value: int) -> _Ints:
+        """Entries of one table that have the value: nothing has it where they are closed."""
+        group, row, axis = self._table[variable]
+        found = np.arange(group.base.shape[1])
+        stride = math.prod(group.shape[axis + 1 :])
+        return group.start + row * len(found) + found[found // stride % group.shape[axis] == value]
+
+    @cached_property
+    def _table(self) -> dict[int, tuple[Group, int, int]]:
+        """By variable, one of its tables, and its axis there."""
+        found: dict[int, tuple[Group, int, int]] = {}
+        for g in self.groups:
+            for axis in range(len(g.shape)):
+                for row, variable in enumerate(g.scopes[:, axis].tolist()):
+                    found.setdefault(variable, (g, row, axis))
+        return found
 
     # What changes of an assignment do
 
