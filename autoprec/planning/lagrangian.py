@@ -28,7 +28,7 @@ _Ints = npt.NDArray[np.int64]
 #: Evaluations of the bound, and dearer prices tried for a feasible choice, each at most so often.
 _STEPS, _REPAIRS = 80, 60
 #: Rounds of recombination; items weighed at once; nodes of the program that weighs them.
-_ROUNDS, _ITEMS, _NODES = 8, 1500, 200
+_ROUNDS, _ITEMS, _NODES = 8, 400, 50
 #: Assignments that are recombined: the last ones seen, and new ones at prices that differ by about a tenth.
 _POOL, _NEW, _SPREAD = 30, 5, 0.1
 #: How often a program is asked again with the limits that its answer broke.
@@ -229,7 +229,9 @@ class _Search:
         here = self.best.values
         for _ in range(_TRIES):
             weighed = {limit: margin + self.margins.get(limit, 0.0) for limit, margin in margins.items()}
-            values = take(self.relaxation, here, items, self.prices, weighed, most=_ITEMS, nodes=_NODES)
+            values = take(
+                self.relaxation, here, items, self.prices, weighed, most=_ITEMS, nodes=_NODES, enough=self.gap / 20
+            )
             totals = self.relaxation.totals(values)
             broken = self.broken(totals)
             if not broken:

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import highspy
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array, csr_array, hstack, identity, vstack
 from scipy.sparse.csgraph import connected_components
 
 from autoprec.planning.evaluator import TERTIARY
 from autoprec.planning.relaxation import Limit, Prices, Relaxation
+
+#: Objectives in a program are relative, times this, so that its absolute tolerances are harmless.
+_SCALE = 1e4
 
 __all__ = ["Items", "flips", "islands", "joined", "take"]
 
@@ -175,10 +179,11 @@ def forbidden(relaxation: Relaxation, items: Items) -> npt.NDArray[np.bool_]:
 
 def take(
     relaxation: Relaxation, here: _Ints, items: Items, prices: Prices, limits: dict[Limit, float], *, most: int,
-    nodes: int,
+    nodes: int, enough: float,
 ) -> _Ints:  # fmt: skip
     """The assignment with the best items taken: those of the best priced value, at most `most`, are weighed by an
-    integer program of at most `nodes` nodes. What breaks a limit is dear, but not forbidden."""
+    integer program of at most `nodes` nodes, to the share `enough` of the objective. Limits that are broken may stay
+    so, but that is dear."""
     totals = relaxation.totals(here)
     objective, uses = effects(relaxation, here, items, list(limits))
     price = np.array([prices.get(limit, 0.0) for limit in limits])
@@ -204,16 +209,44 @@ def take(
     pad = csr_array((clash.shape[0], binding))
     matrix = csr_array(vstack([use, hstack([clash, pad])])) if binding else clash
     upper = np.concatenate([-over, np.ones(clash.shape[0])])
-    found = milp(
-        np.concatenate([objective, penalty]) * (1e4 / scale if scale else 1.0),
-        integrality=np.concatenate([np.ones(few.count), np.zeros(binding)]),
-        bounds=Bounds(np.zeros(few.count + binding), np.concatenate([np.ones(few.count), np.maximum(over, 0.0)])),
-        constraints=LinearConstraint(matrix, -np.inf, upper) if matrix.shape[0] else (),
-        options={"node_limit": nodes, "mip_rel_gap": 0.0},
+    taken = _solve(
+        np.concatenate([objective, penalty]) / (scale or 1.0),
+        matrix,
+        upper,
+        np.concatenate([np.ones(few.count), np.maximum(over, 0.0)]),
+        few.count,
+        enough=enough,
+        nodes=nodes,
     )
-    if found.x is None:
-        return here
-    return few.applied(here, found.x[: few.count] > 0.5)
+    return here if taken is None else few.applied(here, taken)
+
+
+def _solve(
+    cost: _Floats, matrix: csr_array, upper: _Floats, most: _Floats, binaries: int, *, enough: float, nodes: int
+) -> npt.NDArray[np.bool_] | None:
+    """Binaries of the least cost within `enough`, or of the best that so many nodes find; None if they find nothing.
+    HiGHS on one thread, so that the answer does not depend on how many there are."""
+    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    options = {"output_flag": False, "threads": 1, "parallel": "off", "mip_max_nodes": nodes, "mip_rel_gap": 0.0,
+               "mip_abs_gap": max(enough * _SCALE, 1e-6)}  # fmt: skip
+    for name, value in options.items():
+        solver.setOptionValue(name, value)
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = len(cost), len(upper)
+    model.col_cost_ = cost * _SCALE
+    model.col_lower_, model.col_upper_ = np.zeros(len(cost)), most
+    model.row_lower_, model.row_upper_ = np.full(len(upper), -np.inf), upper
+    columns = matrix.tocsc()
+    model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+    model.a_matrix_.start_, model.a_matrix_.index_, model.a_matrix_.value_ = (
+        columns.indptr, columns.indices, columns.data,
+    )  # fmt: skip
+    model.integrality_ = [highspy.HighsVarType(int(k < binaries)) for k in range(len(cost))]
+    solver.passModel(model)
+    solver.run()
+    if not solver.getSolution().value_valid:
+        return None
+    return np.asarray(solver.getSolution().col_value, np.float64)[:binaries] > 0.5
 
 
 def _clashes(items: Items) -> csr_array:
