@@ -174,7 +174,7 @@ class Elimination:
     # The order
 
     def _order(self) -> None:
-        waiting = dict.fromkeys(range(len(self._sizes)))
+        waiting = dict.fromkeys(v for v, tables in enumerate(self._in) if tables)
         cost: dict[int, int] = {}
         stale = list(waiting)
         while waiting:
