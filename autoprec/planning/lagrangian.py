@@ -36,7 +36,7 @@ _TRIES = 4
 #: Branch and bound up to so many decisions, in so many ways; of each way, the assignments that are recombined, and the
 #: dearer prices tried.
 #: `_SMALL` more of them, shared by the decisions: small problems are searched to the end.
-_SMALL = 3000
+_SMALL = 1000
 _BRANCHING, _BRANCHES, _FROM_BRANCH, _REPAIRS_IN_BRANCH = 4000, 12, 3, 8
 #: Programs tell 0 from a millionth less surely than the evaluator does.
 _MARGIN = 2e-6

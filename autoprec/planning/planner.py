@@ -10,13 +10,14 @@ from autoprec.devices import Device
 from autoprec.errors import InfeasibleError, PolicyError
 from autoprec.graphs import OpGraph
 from autoprec.planning.evaluator import evaluate, holders
-from autoprec.planning.highs import smallest_peak, solve
+from autoprec.planning.highs import smallest_peak
 from autoprec.planning.polish import polish
 from autoprec.planning.pricing import Prices
 from autoprec.planning.problem import Problem, build_problem, fixed_bytes
 from autoprec.planning.reasons import Reasons, bytes_text, violation_text
 from autoprec.planning.regions import fp16_regions
 from autoprec.planning.roots import resolve_roots
+from autoprec.planning.solvers import LARGE, decisions_count, gap_for, solve
 from autoprec.planning.uniform import uniform_choice
 from autoprec.planning.values import Choice, Evaluation, Solution
 from autoprec.plans import AS_IS, Assignment, Plan, Storage, Totals
@@ -24,11 +25,6 @@ from autoprec.policies import Policy, parse_budget
 from autoprec.profiles import Profile
 
 __all__ = ["fp32_totals", "make_plan", "plan_from_choice", "resolve_budget"]
-
-
-#: Up to this many decisions a plan is proven optimal; beyond, proven within `_LARGE_GAP`.
-_EXACT_DECISIONS = 60
-_LARGE_GAP = 1e-3
 
 
 class BudgetLike(Protocol):
@@ -92,11 +88,11 @@ def make_plan(
     if budget_bytes is None and (budget := parse_budget(policy.budget)) is not None:
         budget_bytes = resolve_budget(budget, graph, fp32)
     problem = build_problem(graph, profile, device, policy, budget_bytes=budget_bytes, banned=banned)
-    gap = _gap_for(problem) if relative_gap is None else relative_gap
+    gap = gap_for(problem) if relative_gap is None else relative_gap
     solution = solve(problem, relative_gap=gap)
     if solution is None:
         raise InfeasibleError(_why_infeasible(problem, gap))
-    if solution.gap > 0.0:
+    if solution.gap > 0.0 and decisions_count(problem) <= LARGE:
         solution = polish(problem, solution)
     earned = _earned(problem, solution) if policy.objective == "time" else solution
     plan = plan_from_choice(graph, profile, device, policy, problem, earned, fp32)
@@ -173,12 +169,13 @@ def _saturating(problem: Problem, choice: Choice) -> tuple[str, ...]:
     )
 
 
-def _gap_for(problem: Problem) -> float:
-    decisions = sum(len(u.options) > 1 for u in problem.units) + len(problem.storable)
-    return 0.0 if decisions <= _EXACT_DECISIONS else _LARGE_GAP
-
-
 def _why_infeasible(problem: Problem, gap: float) -> str:
+    if decisions_count(problem) > LARGE:
+        narrow = evaluate(problem, uniform_choice(problem, "bf16"))
+        return (
+            f"no plan keeps the noise limits and the budget of {problem.budget_bytes} bytes; with every op in bf16 as"
+            f" far as allowed, the peak is {narrow.peak_bytes} bytes ({bytes_text(narrow.peak_bytes)})."
+        )
     smallest = smallest_peak(replace(problem, budget_bytes=None), relative_gap=gap)
     if smallest is None:
         widest = Choice(options=(0,) * len(problem.units))

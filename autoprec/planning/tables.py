@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -78,19 +79,27 @@ class Copies:
                     found[mine] += size[rows[mine], None] * there
         return rows, found
 
+    @cached_property
+    def _having(self) -> list[tuple[_Floats, list[tuple[_Bools, _Ints, _Ints]]]]:
+        """By copy and format: its sizes, and (entries with the format, begin, end) of the uses that may have it."""
+        found = []
+        for (copy, f), size in self.sizes.items():
+            uses = [(s.formats == f, s.begin, s.end) for s in self.spans if s.copy == copy]
+            if uses := [use for use in uses if use[0].any()]:
+                found.append((size, uses))
+        return found
+
     def held(self, entry: _Ints) -> Iterator[tuple[_Floats, _Ints, _Ints]]:
         """(bytes, first, last) of the copies that each table's entry holds."""
-        for (copy, f), size in self.sizes.items():
-            begin = np.full(len(entry), np.iinfo(np.int64).max)
-            end = np.full(len(entry), -1)
-            for span in self.spans:
-                if span.copy != copy:
-                    continue
-                mine = span.formats[entry] == f
-                begin = np.where(mine, np.minimum(begin, span.begin), begin)
-                end = np.where(mine, np.maximum(end, span.end), end)
-            there = end >= 0
-            yield size[there], begin[there], end[there]
+        for size, uses in self._having:
+            mine = uses[0][0][entry]
+            begin, end = np.where(mine, uses[0][1], np.iinfo(np.int64).max), np.where(mine, uses[0][2], -1)
+            for there, first, last in uses[1:]:
+                mine = there[entry]
+                np.minimum(begin, first, out=begin, where=mine)
+                np.maximum(end, last, out=end, where=mine)
+            held = end >= 0
+            yield size[held], begin[held], end[held]
 
 
 @dataclass(frozen=True)
