@@ -33,6 +33,8 @@ _ROUNDS, _ITEMS, _NODES = 8, 400, 50
 _POOL, _NEW, _SPREAD = 30, 5, 0.1
 #: How often a program is asked again with the limits that its answer broke.
 _TRIES = 4
+#: A round brings something if it brings this share of the gap that is asked for.
+_WORTH = 0.02
 #: Branch and bound up to so many decisions, in so many ways; of each way, the assignments that are recombined, and the
 #: dearer prices tried.
 #: `_SMALL` more of them, shared by the decisions: small problems are searched to the end.
@@ -176,7 +178,7 @@ class _Search:
         limits = dict.fromkeys([*self.prices, *prices, *self.margins], 0.0)
         idle = 0
         for turn in range(2 * _ROUNDS):
-            if self.best is None or self.near_enough() or idle == 4:
+            if self.best is None or self.near_enough() or idle == 2:
                 return
             before = self.best.totals.objective
             if turn % 2:
@@ -190,7 +192,7 @@ class _Search:
                     self.offer(cut.values, cut.totals)
                 self.seen = self.seen[-_POOL:]
                 self.weigh(self.mixed(), limits)
-            idle = 0 if before - self.best.totals.objective > 1e-9 * abs(before) else idle + 1
+            idle = 0 if before - self.best.totals.objective > _WORTH * self.gap * abs(before) else idle + 1
 
     def branch(self) -> None:
         """Take decisions both ways where the mixture of assignments that gives the bound does not agree on them: the
@@ -206,7 +208,7 @@ class _Search:
             self.repair(ascent.best.prices, _REPAIRS_IN_BRANCH)
             self.seen = self.seen[-_POOL:]
 
-        for turn in range(_BRANCHES + _SMALL // len(self.relaxation.decisions.domains)):
+        for _ in range(_BRANCHES + _SMALL // len(self.relaxation.decisions.domains)):
             ceiling = self.ceiling
             if self.best is not None:
                 ceiling = self.best.totals.objective - self.gap * abs(self.best.totals.objective)
@@ -214,7 +216,7 @@ class _Search:
             self.bound = max(self.bound, tree.bound - _ROUNDING * abs(tree.bound))
             if self.near_enough() or not more:
                 return
-            if turn % 2 and self.best is not None:
+            if self.best is not None:
                 self.weigh(self.mixed(), dict.fromkeys(self.ascent.widths, 0.0))
 
     def mixed(self) -> Items:

@@ -134,7 +134,7 @@ class Relaxation:
                     places.append(g.start + rows[used] * count + column)
                     shares.append(sizes[used, column] / self.room)
             place, index = np.unique(np.concatenate(places), return_inverse=True)
-            share = np.bincount(index.reshape(-1), np.concatenate(shares), len(place))
+            share = np.bincount(index.reshape(-1), np.concatenate(shares), len(place)).astype(np.float64)
             left = ((self.problem.budget_bytes or 0) - float(self.tables.steady[moment])) / self.room
             self._at[moment] = place, share, left
         return self._at[moment]
@@ -226,7 +226,8 @@ class Relaxation:
         group, row, axis = self._table[variable]
         found = np.arange(group.base.shape[1])
         stride = math.prod(group.shape[axis + 1 :])
-        return group.start + row * len(found) + found[found // stride % group.shape[axis] == value]
+        mine = found // stride % group.shape[axis] == value
+        return np.asarray(group.start + row * len(found) + found[mine])
 
     @cached_property
     def _table(self) -> dict[int, tuple[Group, int, int]]:
@@ -258,7 +259,7 @@ class Relaxation:
 
     def forbidden(self, group: Group, tables: _Ints, entries: _Ints) -> npt.NDArray[np.bool_]:
         """Entries that no feasible choice has."""
-        return np.isinf(self._base[group.start + tables * group.base.shape[1] + entries])
+        return np.asarray(np.isinf(self._base[group.start + tables * group.base.shape[1] + entries]))
 
     def choice(self, values: _Ints) -> Choice:
         """The choice of an assignment."""

@@ -29,8 +29,8 @@ def gap_for(problem: Problem) -> float:
 def solve(problem: Problem, *, relative_gap: float) -> Solution | None:
     """The best feasible choice that is found, with a proven bound, or None if there is provably none.
 
-    `relative_gap` is how far from the optimum the search may stop. Beyond some thousands of decisions it may end wider: the solution's `gap` says so. `SolverError` without a
-    choice and without a proof.
+    `relative_gap` is how far from the optimum the search may stop. Beyond some thousands of decisions it may end wider:
+    the solution's `gap` says so. `SolverError` without a choice and without a proof.
     """
     count = decisions_count(problem)
     if relative_gap == 0.0 or count <= _PRICED:

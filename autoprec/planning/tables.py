@@ -31,7 +31,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Noise:
-    """What each entry adds to a row or to a place where variance enters: numbers [tables], amounts [tables, entries]."""
+    """What entries add to a row or to a place where variance enters: numbers [tables], amounts [tables, entries]."""
 
     place: _Ints
     amount: _Floats
@@ -104,8 +104,8 @@ class Copies:
 
 @dataclass(frozen=True)
 class Group:
-    """Tables of one pattern: `scopes` [tables, axes] are variables, `shape` their numbers of values, `start` the place of
-    the first entry among all entries, and `base` [tables, entries] their part of the objective.
+    """Tables of one pattern: `scopes` [tables, axes] are variables, `shape` their numbers of values, `start` the place
+    of the first entry among all entries, and `base` [tables, entries] their part of the objective.
 
     `loss` is a share of the problem's `loss_scale`, `noise` goes to weight rows (share of the limit), `rounding` is
     relative gradient variance by the place where it enters.

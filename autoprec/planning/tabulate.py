@@ -140,7 +140,7 @@ class Tabulated:
 
     def _cast(self, source: _Ints, target: _Ints, numel: _Floats) -> _Floats:
         """[tables, entries] seconds of casts."""
-        return self._per_call[source, target] + numel[:, None] * self._per_element[source, target]
+        return np.asarray(self._per_call[source, target] + numel[:, None] * self._per_element[source, target])
 
     def _vector(self, pairs: Iterable[tuple[str, float]], scale: float = 1.0) -> list[float]:
         """Amounts by format."""
@@ -152,7 +152,7 @@ class Tabulated:
 
     def _sum(self, there: Sequence[npt.NDArray[np.bool_]], amounts: _Floats) -> _Floats:
         """Σ over formats that are there, of amounts [formats, tables]: [tables, entries]."""
-        return amounts.T @ np.array(there, np.float64)
+        return np.asarray(amounts.T @ np.array(there, np.float64))
 
     def _any(self, columns: Sequence[_Ints], count: int) -> list[npt.NDArray[np.bool_]]:
         """By format: entries in which one of the columns has it."""
@@ -219,8 +219,9 @@ class Tabulated:
         if storage is None:
             return
         moment, unit = t.stored_by
-        self._record("store", [storage, of(unit)], (len(t.masks),),
-                     [t.numel, moment, p.backward(moment), t.mask_bytes, *t.masks, *map(p.backward, t.masks)])  # fmt: skip
+        masks = [*t.masks, *map(p.backward, t.masks)]
+        figures = [t.numel, moment, p.backward(moment), t.mask_bytes, *masks]
+        self._record("store", [storage, of(unit)], (len(t.masks),), figures)
         for k, saver in enumerate(t.others):
             noise = self._vector((f, saver.noise_in(f)) for f in dict.fromkeys(f for f, _ in saver.noise))
             self._record("other", [storage, of(saver.unit)], (),
@@ -358,7 +359,7 @@ class Tabulated:
         storage = self.decisions.storage.get(gemm.x) if gemm.number in p.tensors[gemm.x].gemms else None
         stored = -1 if storage is None else storage
         workspace = []
-        for index, place in ((gemm.grad_input, h), (gemm.grad_weight, g)):
+        for index in (gemm.grad_input, gemm.grad_weight):
             unit = p.units[index]
             sizes = dict(zip(unit.options, unit.workspace, strict=True))
             workspace += self._vector((f, float(sizes.get(f, 0))) for f in unit.options)

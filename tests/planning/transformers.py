@@ -26,14 +26,15 @@ _ROWS, _WIDTH = 2048, 1024
 _EMULATED = 0.4
 
 
-def transformer_problem(ops: int, *, seed: int = 0, budget: float | None = 0.5) -> Problem:
+def transformer_problem(ops: int, *, seed: int = 0, budget: float | None = 0.5, decades: float = 1.5) -> Problem:
     """A problem of about `ops` ops, in whole blocks, with three compute formats and BF16 and FP8 storages.
 
-    Seconds differ by some 15 % and noise by orders of magnitude from op to op, so that limits bind here and not there.
-    The budget is that share of the way from the peak of everything narrow that noise allows to that of everything at its fastest.
+    Seconds differ by some 15 % and noise by orders of magnitude from op to op, so that limits bind here and not there;
+    the limits of weights are spread over so many `decades`. The budget is that share of the way from the peak of
+    everything narrow that noise allows to that of everything at its fastest.
     """
     template = _template()
-    problem = _Stretched(template, ops, seed).problem()
+    problem = _Stretched(template, ops, seed, decades).problem()
     problem = replace(problem, loss_limit=(limit := _loss_limit(problem)), loss_scale=limit)
     if budget is None:
         return problem
@@ -84,8 +85,8 @@ class _Layout:
 class _Stretched:
     """The template with its second block repeated; every index is moved by whole blocks."""
 
-    def __init__(self, template: Problem, ops: int, seed: int) -> None:
-        self.template = template
+    def __init__(self, template: Problem, ops: int, seed: int, decades: float) -> None:
+        self.template, self.decades = template, decades
         births = [t.birth for t in template.tensors if t.id.endswith("layer_norm#1") or "layer_norm#17" in t.id]
         self.period = births[1] - births[0]
         self.blocks = max(3, round((ops - len(template.ops)) / self.period) + 3)
@@ -135,7 +136,7 @@ class _Stretched:
         self.residual = {i for i, x in enumerate(t.tensors) if len({u.moment for u in x.gradient_readers}) == 2}
         gemms = self._copies(self.gemms, t.gemms)
         # Variance adds up along the residual stream, so limits that would suit 64 blocks grow with more of them.
-        limits = (10.0 ** rng.uniform(-2.0, 0.5, len(gemms)) * max(1.0, self.blocks / 64)).tolist()
+        limits = (10.0 ** rng.uniform(0.5 - self.decades, 0.5, len(gemms)) * max(1.0, self.blocks / 64)).tolist()
         made = tuple(self._unit(u, k, slow, s) for (u, k), s in zip(units, spread, strict=True))
         return replace(
             t,
