@@ -55,7 +55,7 @@ class Tree:
         objective, uses = effects(relaxation, root.best.values, changes, limits)
         price = np.array([root.best.prices[limit] for limit in limits])
         self._weight = np.zeros(len(relaxation.decisions.domains))
-        np.maximum.at(self._weight, changes.changes[1], np.abs(objective) + price @ np.abs(uses))
+        np.maximum.at(self._weight, changes.changes[1], np.abs(objective) + (price[:, None] * np.abs(uses)).sum(axis=0))
 
     @property
     def bound(self) -> float:

@@ -189,7 +189,7 @@ def take(
     price = np.array([prices.get(limit, 0.0) for limit in limits])
     over = np.array([relaxation.over(totals, limit) + margin for limit, margin in limits.items()])
     scale = abs(totals.objective)
-    value = objective + price @ uses
+    value = objective + (price[:, None] * uses).sum(axis=0)
     # What eases a limit that is broken without a price is worth something, too.
     broken = (over > 0.0) & (price == 0.0)
     value = value - np.where(broken[:, None], scale * np.maximum(-uses, 0.0), 0.0).sum(axis=0)

@@ -152,7 +152,10 @@ class Tabulated:
 
     def _sum(self, there: Sequence[npt.NDArray[np.bool_]], amounts: _Floats) -> _Floats:
         """Σ over formats that are there, of amounts [formats, tables]: [tables, entries]."""
-        return np.asarray(amounts.T @ np.array(there, np.float64))
+        total = np.zeros((amounts.shape[1], len(there[0])))
+        for amount, mine in zip(amounts, there, strict=True):  # no matrix product: its sums depend on threads
+            total += amount[:, None] * mine
+        return total
 
     def _any(self, columns: Sequence[_Ints], count: int) -> list[npt.NDArray[np.bool_]]:
         """By format: entries in which one of the columns has it."""
