@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from autoprec.errors import SolverError
-from autoprec.planning import brute_force, highs, lagrangian, relaxation, tabulate
+from autoprec.planning import brute_force, highs, lagrangian, relaxation, solvers, tabulate
 from autoprec.planning.decisions import Decisions
 from autoprec.planning.elimination import Elimination, Tables
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.propagation import Propagation
 from autoprec.planning.recombining import effects, flips, islands
 from autoprec.planning.relaxation import Limit, Relaxation
-from autoprec.planning.values import Problem, Use
+from autoprec.planning.values import Problem, Solution, Use
 from tests.planning.planning_cases import random_case
 from tests.planning.test_solvers import prices_say
 from tests.planning.transformers import transformer_problem
@@ -314,3 +315,46 @@ def test_no_choice_and_no_proof_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(lagrangian, "_BRANCHING", 0)
     with pytest.raises(SolverError, match="no feasible choice"):
         lagrangian.solve(problem)
+
+
+# Which solver
+
+
+def test_few_decisions_go_to_highs_and_many_to_prices(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def asking(name: str, answer: Solution | None) -> Callable[..., Solution | None]:
+        def solve(problem: Problem, *, relative_gap: float) -> Solution | None:
+            asked.append(name)
+            return answer
+
+        return solve
+
+    problem = transformer_problem(50)
+    good = highs.solve(problem, relative_gap=1e-2)
+    assert good is not None
+    loose = replace(good, bound=0.5 * good.bound)
+    monkeypatch.setattr(highs, "solve", asking("highs", good))
+    monkeypatch.setattr(lagrangian, "solve", asking("prices", loose))
+    assert solvers.solve(problem, relative_gap=0.1) is good and asked == ["highs"]
+    monkeypatch.setattr(solvers, "_PRICED", 10)
+    assert solvers.solve(problem, relative_gap=0.0) is good and asked == ["highs", "highs"]
+    assert solvers.solve(problem, relative_gap=0.9) is loose and asked[2:] == ["prices"]
+    found = solvers.solve(problem, relative_gap=0.1)
+    assert found is not None and found.bound == good.bound and asked[3:] == ["prices", "highs"]
+    monkeypatch.setattr(solvers, "LARGE", 20)
+    assert solvers.solve(problem, relative_gap=0.1) is loose and asked[5:] == ["prices"]
+
+
+def test_highs_is_asked_where_prices_do_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(problem: Problem, *, relative_gap: float) -> Solution | None:
+        raise SolverError("who knows")
+
+    problem = transformer_problem(50)
+    monkeypatch.setattr(lagrangian, "solve", fail)
+    monkeypatch.setattr(solvers, "_PRICED", 10)
+    found = solvers.solve(problem, relative_gap=1e-2)
+    assert found is not None and found.gap <= 1e-2
+    monkeypatch.setattr(solvers, "LARGE", 20)
+    with pytest.raises(SolverError, match="who knows"):
+        solvers.solve(problem, relative_gap=1e-2)
