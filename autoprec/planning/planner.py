@@ -12,12 +12,13 @@ from autoprec.devices import Device
 from autoprec.errors import InfeasibleError, PolicyError
 from autoprec.graphs import OpGraph
 from autoprec.planning.evaluator import evaluate, holders
-from autoprec.planning.highs import smallest_peak, solve
+from autoprec.planning.highs import smallest_peak
 from autoprec.planning.polish import polish
 from autoprec.planning.problem import Problem, build_problem, fixed_bytes
 from autoprec.planning.proposals import Proposals, rivals, totals_of
 from autoprec.planning.reasons import bytes_text, violation_text
 from autoprec.planning.relaxing import what_to_change
+from autoprec.planning.solvers import LARGE, decisions_count, gap_for, solve
 from autoprec.planning.uniform import uniform_choice
 from autoprec.planning.values import Choice, Solution
 from autoprec.plans import Plan, Totals
@@ -28,18 +29,12 @@ __all__ = [
     "best_solution",
     "by_prediction",
     "fp32_totals",
-    "gap_for",
     "make_plan",
     "problem_of",
     "proposals_of",
     "propose",
     "resolve_budget",
 ]
-
-
-#: Up to this many decisions a plan is proven optimal; beyond, proven within `_LARGE_GAP`.
-_EXACT_DECISIONS = 60
-_LARGE_GAP = 1e-3
 
 
 class BudgetLike(Protocol):
@@ -121,7 +116,7 @@ def best_solution(
     solution = solve(problem, relative_gap=gap)
     if solution is None:
         raise InfeasibleError(_why_infeasible(problem, gap, advice))
-    return polish(problem, solution) if solution.gap > 0.0 else solution
+    return polish(problem, solution) if solution.gap > 0.0 and decisions_count(problem) <= LARGE else solution
 
 
 def proposals_of(
@@ -195,12 +190,6 @@ def by_prediction(proposals: Proposals, *, prefer: str | None = None, explained:
 #: A predicted gain below this share of a step's seconds does not count: predicted and measured ratios to FP32 of small
 #: models differed by up to that much (docs/measurements/demo.md).
 _TIME_ERROR_FRAC = 0.05
-
-
-def gap_for(problem: Problem) -> float:
-    """How far from the proven optimum a solver may stop: nothing for small problems, a thousandth for large ones."""
-    decisions = sum(len(u.options) > 1 for u in problem.units) + len(problem.storable)
-    return 0.0 if decisions <= _EXACT_DECISIONS else _LARGE_GAP
 
 
 def _why_infeasible(problem: Problem, gap: float, advice: Callable[[int], list[str]] | None) -> str:

@@ -11,8 +11,9 @@ from autoprec.devices import Device
 from autoprec.errors import InfeasibleError
 from autoprec.graphs import OpGraph
 from autoprec.planning.highs import smallest_peak
-from autoprec.planning.planner import by_prediction, fp32_totals, gap_for, propose, resolve_budget
+from autoprec.planning.planner import by_prediction, fp32_totals, propose, resolve_budget
 from autoprec.planning.problem import build_problem
+from autoprec.planning.solvers import gap_for
 from autoprec.plans import Plan, Totals
 from autoprec.policies import Policy, parse_budget
 from autoprec.profiles import Profile

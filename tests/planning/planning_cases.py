@@ -198,13 +198,13 @@ class Case:
 
 
 def random_graph(rng: np.random.Generator) -> tuple[Maker, OpGraph]:
-    """Three to seven ops: linears, residual edges, views, copies, norms, in-place ops, tensors with many readers."""
+    """Three to eight ops: linears, residual edges, views, copies, norms, in-place ops, tensors with many readers."""
     make = Maker(rng, frozen=0.1)
     width, rows = int(rng.integers(2, 6)), int(rng.integers(2, 6))
     shape = (rows, width)
     live = [make.tensor("input:x", shape, kind=TensorKind.INPUT, grad=bool(rng.random() < 0.2))]
     linears = 0
-    for _ in range(int(rng.integers(3, 8))):
+    for _ in range(int(rng.integers(3, 9))):
         x = live[-1] if rng.random() < 0.6 else live[int(rng.integers(len(live)))]
         y = live[int(rng.integers(len(live)))]
         kind = str(rng.choice(["linear", "linear", "add", "relu", "gelu", "norm", "view", "copy", "softmax", "matmul",

@@ -11,11 +11,11 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from autoprec.errors import SolverError
-from autoprec.planning import brute_force, evaluator, highs
+from autoprec.planning import brute_force, evaluator, highs, lagrangian
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.linear import Linear
 from autoprec.planning.milp import OBJECTIVE_SCALE, Program
-from autoprec.planning.values import Choice, Problem, Saver
+from autoprec.planning.values import Choice, Problem, Saver, Solution
 from tests.planning.planning_cases import Case, random_case
 
 CASES = 300
@@ -54,6 +54,22 @@ def program_says(problem: Problem, choice: Choice) -> tuple[float, list[float]] 
     return float(np.dot(program.cost, found.x) + program.offset) / OBJECTIVE_SCALE, sizes
 
 
+def prices_say(problem: Problem, best: Solution | None) -> str:
+    """What the solver by prices says that is not so, or ""; that it does not know is not wrong."""
+    try:
+        found = lagrangian.solve(problem)
+    except SolverError:
+        return ""
+    if best is None or found is None:
+        return "" if found is best else f"feasible: brute force {best}, prices {found}"
+    optimum, said = best.evaluation.objective, evaluate(problem, found.choice)
+    if not said.feasible or said != found.evaluation:
+        return f"prices break {said.violations}"
+    if found.bound > optimum * (1.0 + 1e-12) or said.objective < optimum * (1.0 - 1e-12):
+        return f"optimum: brute force {optimum}, prices {said.objective} with bound {found.bound}"
+    return ""
+
+
 def disagreement(case: Case, seed: int) -> str:
     """What the solvers, the program and the evaluator do not agree on, or ""."""
     rng = np.random.default_rng([seed, 1])
@@ -79,10 +95,14 @@ def disagreement(case: Case, seed: int) -> str:
     problem = case.problem(budget)
     best, proposed = brute_force.solve(problem), highs.solve(problem)
     if best is None or proposed is None:
+        if best is None and (wrong := prices_say(problem, None)):
+            return wrong
         return "" if best is proposed else f"feasible: brute force {best}, HiGHS {proposed}"
     a, b = best.evaluation.objective, proposed.evaluation.objective
     if abs(a - b) > 1e-9 * a or proposed.bound > b or proposed.gap > 0.0:
         return f"optimum: brute force {a}, HiGHS {b} with bound {proposed.bound}"
+    if (wrong := prices_say(problem, best)) != "":
+        return wrong
     again = evaluate(problem, proposed.choice)
     if not again.feasible or (budget is not None and again.peak_bytes > budget):
         return f"HiGHS breaks {again.violations}"
@@ -202,7 +222,7 @@ def forget_workspace(monkeypatch):
     build = Program.bytes_at
 
     def mutated(self, moment):
-        self.workspace = []
+        self.workspace = {}
         return build(self, moment)
 
     monkeypatch.setattr(Program, "bytes_at", mutated)

@@ -1,0 +1,435 @@
+"""The tables of a `Problem`: everything that the evaluator adds up, by the few decisions that each part reads.
+
+Parts are sorted by pattern (which decision is read where), and what a pattern costs is worked out once for all of its
+parts: seconds of casts and bytes of copies are linear in a tensor's elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from autoprec.graphs import Role
+from autoprec.planning.decisions import Decisions
+from autoprec.planning.evaluator import SECONDARY, TERTIARY
+from autoprec.planning.propagation import Propagation
+from autoprec.planning.tables import Copies, Group, Held, Noise, Span
+from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit, Use, bytes_of
+
+__all__ = ["LARGEST_TABLE", "Tabulated"]
+
+_Floats = npt.NDArray[np.float64]
+_Ints = npt.NDArray[np.int64]
+
+#: Source, target, elements, and whose size the result has.
+_Cast = tuple[_Ints, _Ints, _Floats, _Ints]
+
+#: A tensor whose readers and savers have more combinations is described by several tables, for a few readers each:
+#: their mean is a lower bound of what it costs.
+LARGEST_TABLE = 3**7
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """What tables of a group have in common: the domains of their variables, and what reads which of them."""
+
+    kind: str
+    domains: tuple[tuple[int, ...], ...]
+    reads: tuple[Any, ...]
+
+
+class _Entries:
+    """The entries of a pattern: for each variable, its format in each entry."""
+
+    def __init__(self, pattern: _Pattern) -> None:
+        sizes = [len(d) for d in pattern.domains]
+        self.shape = tuple(sizes)
+        self.count = int(np.prod(sizes, dtype=np.int64))
+        digits = np.indices(sizes).reshape(len(sizes), -1) if sizes else np.zeros((0, 1), np.int64)
+        self.digits = digits
+        self.columns = [np.array(d, np.int64)[k] for d, k in zip(pattern.domains, digits, strict=True)]
+
+    def format(self, place: int) -> _Ints:
+        """[entries] format of an axis, or the constant −1 − place."""
+        return self.columns[place] if place >= 0 else np.full(self.count, -1 - place)
+
+
+class Tabulated:
+    """All tables of a problem, in groups.
+
+    Attributes:
+        groups: the tables; `length` is the number of their entries.
+        constant: the objective's part that no decision changes.
+        steady: bytes at each moment that no decision changes, the fixed ones included.
+        exact: False if some tensor is described by a mean of tables.
+    """
+
+    def __init__(self, problem: Problem, decisions: Decisions, propagation: Propagation) -> None:
+        self.problem, self.decisions = problem, decisions
+        self._found: dict[_Pattern, tuple[list[tuple[int, ...]], list[list[float]]]] = {}
+        self.exact = True
+        time, space = 1.0 / problem.seconds_scale, 1.0 / problem.bytes_scale
+        first = problem.objective == "time"
+        self._second = time if first else SECONDARY * time
+        self._byte = SECONDARY * space if first else space
+        self._formats = len(decisions.formats)
+        self._sizes = [bytes_of(f) for f in decisions.formats]
+        self._cast_table()
+        self.constant = self._second * problem.constant_seconds
+        change = np.zeros(2 * len(problem.ops) + 1, np.int64)
+        for moment, kept_from, size in problem.private:
+            change[kept_from] += size
+            change[problem.backward(moment) + 1] -= size
+            self.constant += self._byte * size if kept_from == moment else 0.0
+        for moment, size in problem.workspace:
+            change[moment] += size
+            change[moment + 1] -= size
+        self.steady = problem.fixed_bytes + np.cumsum(change[:-1])
+        for k, unit in enumerate(problem.units):
+            self._unit(k, unit)
+        for i, t in enumerate(problem.tensors):
+            self._tensor(i, t, propagation)
+        row_of: dict[int, list[int]] = {}
+        for r, row in enumerate(problem.rows):
+            for k in row.gemms:
+                row_of.setdefault(k, []).append(r)
+        for gemm in problem.gemms:
+            self._gemm(gemm, row_of.get(gemm.number, []))
+        for n, node in enumerate(problem.nodes):
+            self._node(n, node.units, node.local)
+        self.groups: list[Group] = []
+        self.length = 0
+        makers: dict[str, Callable[..., Group]] = {
+            "unit": self._units, "copies": self._copies, "store": self._stores, "other": self._others,
+            "gemm": self._gemms, "noise": self._noises, "node": self._nodes,
+        }  # fmt: skip
+        for pattern, (scopes, figures) in self._found.items():
+            entries = _Entries(pattern)
+            shape = (len(scopes), len(pattern.domains))
+            group = makers[pattern.kind](
+                pattern, entries, np.array(scopes, np.int64).reshape(shape), np.array(figures, np.float64).T
+            )
+            self.groups.append(group)
+            self.length = group.end
+
+    def _cast_table(self) -> None:
+        n = self._formats
+        self._per_call, self._per_element = np.full((n, n), np.nan), np.full((n, n), np.nan)
+        np.fill_diagonal(self._per_call, 0.0)
+        np.fill_diagonal(self._per_element, 0.0)
+        number = self.decisions.number
+        for c in self.problem.casts:
+            if c.source in number and c.target in number:
+                self._per_call[number[c.source], number[c.target]] = c.seconds_per_call
+                self._per_element[number[c.source], number[c.target]] = c.seconds_per_element
+
+    def _record(self, kind: str, places: Sequence[int], reads: tuple[Any, ...], figures: Iterable[float]) -> None:
+        """Note one part. `places` are the variables that it may read, or constants; `reads` is what the maker of
+        tables needs beside the axis of each place."""
+        axis: dict[int, int] = {}
+        for place in places:
+            if place >= 0 and place not in axis:
+                axis[place] = len(axis)
+        coded = tuple(axis[place] if place >= 0 else place for place in places)
+        domains = self.decisions.domains
+        pattern = _Pattern(kind, tuple(domains[v] for v in axis), (coded, *reads))
+        scopes, found = self._found.setdefault(pattern, ([], []))
+        scopes.append(tuple(axis))
+        found.append([*figures])
+
+    def _cast(self, source: _Ints, target: _Ints, numel: _Floats) -> _Floats:
+        """[tables, entries] seconds of casts."""
+        return np.asarray(self._per_call[source, target] + numel[:, None] * self._per_element[source, target])
+
+    def _vector(self, pairs: Iterable[tuple[str, float]], scale: float = 1.0) -> list[float]:
+        """Amounts by format."""
+        found = [0.0] * self._formats
+        for f, amount in pairs:
+            if f in self.decisions.number:
+                found[self.decisions.number[f]] += amount / scale
+        return found
+
+    def _sum(self, there: Sequence[npt.NDArray[np.bool_]], amounts: _Floats) -> _Floats:
+        """Σ over formats that are there, of amounts [formats, tables]: [tables, entries]."""
+        total = np.zeros((amounts.shape[1], len(there[0])))
+        for amount, mine in zip(amounts, there, strict=True):  # no matrix product: its sums depend on threads
+            total += amount[:, None] * mine
+        return total
+
+    def _any(self, columns: Sequence[_Ints], count: int) -> list[npt.NDArray[np.bool_]]:
+        """By format: entries in which one of the columns has it."""
+        found = []
+        for f in range(self._formats):
+            there = np.zeros(count, np.bool_)
+            for column in columns:
+                there |= column == f
+            found.append(there)
+        return found
+
+    # Units
+
+    def _unit(self, index: int, unit: Unit) -> None:
+        place = self.decisions.unit[index]
+        domain = self.decisions.domains[place] if place >= 0 else (-1 - place,)
+        names = [self.decisions.formats[f] for f in domain]
+        options = [unit.options.index(f) if f in unit.options else 0 for f in names]
+        none = (0,) * len(unit.options)
+        workspace = unit.workspace if unit.role is Role.OUTPUT else none
+        columns = (unit.seconds, workspace, unit.backward_workspace or none, unit.kept or none)
+        then = self.problem.backward(unit.moment)
+        kept = (unit.moment, 1.0) if unit.kept_from is None else (unit.kept_from, 0.0)
+        figures = [column[k] for column in columns for k in options]
+        self._record("unit", [place], (), [*figures, unit.moment, then, *kept])
+
+    def _units(self, pattern: _Pattern, entries: _Entries, scopes: _Ints, figures: _Floats) -> Group:
+        n = entries.count
+        seconds, workspace, backward, kept = (figures[k * n : (k + 1) * n].T for k in range(4))
+        moment, then, first = figures[4 * n : 4 * n + 3].astype(np.int64)
+        counts = figures[4 * n + 3][:, None]
+        held = (Held(workspace, moment, moment), Held(backward, then, then), Held(kept, first, then))
+        return self._group(scopes, entries, seconds, counts * kept, held=held)
+
+    def _group(
+        self, scopes: _Ints, entries: _Entries, seconds: _Floats | float = 0.0, saved: _Floats | float = 0.0,
+        *, held: tuple[Held, ...] = (), copies: Copies | None = None, loss: _Floats | None = None,
+        noise: Noise | None = None, rounding: Noise | None = None,
+    ) -> Group:  # fmt: skip
+        base = np.zeros((len(scopes), entries.count)) + self._second * seconds + self._byte * saved
+        if np.isnan(base).any():
+            self._complain()
+        if loss is not None:
+            loss = None if not loss.any() else loss
+            base += 0.0 if loss is None else TERTIARY * loss
+        if noise is not None:
+            base += TERTIARY * noise.amount
+        some = tuple(h for h in held if h.sizes.any())
+        return Group(scopes, entries.shape, self.length, base, loss, noise, rounding, some, copies)
+
+    def _complain(self) -> None:
+        """Raise the error of the first cast without a timing."""
+        for a in self.decisions.formats:
+            for b in self.decisions.formats:
+                self.problem.cast_seconds(a, b, 0)
+
+    # Tensors
+
+    def _tensor(self, index: int, t: PlanTensor, propagation: Propagation) -> None:
+        p, of = self.problem, self.decisions.of
+        storage = self.decisions.storage.get(index)
+        if t.readers or t.savers or t.loss_noise or t.wide_bytes or t.born is not None or t.gradient_readers:
+            self._uses(t, storage)
+        if storage is None:
+            return
+        moment, unit = t.stored_by
+        masks = [*t.masks, *map(p.backward, t.masks)]
+        figures = [t.numel, moment, p.backward(moment), t.mask_bytes, *masks]
+        self._record("store", [storage, of(unit)], (len(t.masks),), figures)
+        for k, saver in enumerate(t.others):
+            noise = self._vector((f, saver.noise_in(f)) for f in dict.fromkeys(f for f, _ in saver.noise))
+            self._record("other", [storage, of(saver.unit)], (),
+                         [saver.numel, p.backward(saver.moment), propagation.saver(index, k), *noise])  # fmt: skip
+
+    def _uses(self, t: PlanTensor, storage: int | None) -> None:
+        """One table for a tensor, or several for a few of its readers each."""
+        fixed = [self.decisions.of(t.born)] + ([] if storage is None else [storage])
+        uses = [self.decisions.of(u.unit) for u in (*t.readers, *t.savers, *t.gradient_readers)]
+        rooms: list[dict[int, None]] = []
+        for place in dict.fromkeys(u for u in uses if u >= 0 and u not in fixed):
+            for room in rooms:
+                if self._product([*fixed, *room, place]) <= LARGEST_TABLE:
+                    room[place] = None
+                    break
+            else:
+                rooms.append({place: None})
+        rooms = rooms or [{}]
+        self.exact &= len(rooms) == 1
+        for k, room in enumerate(rooms):
+            there = {*fixed, *room}
+            readers, savers, senders = (
+                [u for u in group if self.decisions.of(u.unit) < 0 or self.decisions.of(u.unit) in there]
+                for group in (t.readers, t.savers, t.gradient_readers)
+            )
+            first = [r for r in rooms[:k]]
+            sums = [u for u in t.gradient_readers[:-1] if self._belongs(u, there, first, fixed)]
+            self._one_table(t, storage, readers, savers, senders, sums, t.slices if k == 0 else (), len(rooms))
+
+    def _belongs(self, use: Use, there: set[int], earlier: list[dict[int, None]], fixed: list[int]) -> bool:
+        """Whether a use is counted in this table: in the first one that has its variable."""
+        place = self.decisions.of(use.unit)
+        if place < 0 or place in fixed:
+            return not earlier
+        return place in there
+
+    def _product(self, places: Iterable[int]) -> float:
+        return float(np.prod([float(len(self.decisions.domains[v])) for v in set(places) if v >= 0]))
+
+    def _one_table(
+        self, t: PlanTensor, storage: int | None, readers: Sequence[Use], savers: Sequence[Use],
+        senders: Sequence[Use], sums: Sequence[Use], slices: Sequence[int], tables: int,
+    ) -> None:  # fmt: skip
+        p, of = self.problem, self.decisions.of
+        begins = dict.fromkeys(u.kept_from for u in savers if u.kept_from is not None)
+        copy = {None: 0} | {begin: 1 + k for k, begin in enumerate(begins)}
+        places = [of(t.born), *(of(u.unit) for u in (*readers, *savers, *senders, *sums))]
+        loss = self._vector(t.loss_noise, p.loss_scale) if t.is_float32 or t.loss_noise else [0.0] * self._formats
+        reads = (
+            len(readers), len(savers), len(senders), len(sums), len(slices), storage is not None,
+            tuple(copy[u.kept_from] for u in savers), t.inherits, t.casts_back, t.runs, t.narrow_costs, tables,
+        )  # fmt: skip
+        places.append(-1 if storage is None else storage)
+        figures = [
+            t.numel, t.wide_bytes, t.birth, p.backward(t.birth), *loss,
+            *(u.moment for u in readers),
+            *(p.backward(u.moment) for u in savers), *(u.kept_from or 0 for u in savers),
+            *(p.backward(u.moment) for u in senders), *(p.backward(u.moment) for u in sums), *map(p.backward, slices),
+        ]  # fmt: skip
+        self._record("copies", places, reads, figures)
+
+    def _copies(self, pattern: _Pattern, entries: _Entries, scopes: _Ints, figures: _Floats) -> Group:
+        places, nr, ns, ng, nu, nl, stored, shared, inherits, back, runs, narrow, tables = pattern.reads
+        columns = [entries.format(place) for place in places]
+        born, readers = columns[0], columns[1 : 1 + nr]
+        savers, senders = columns[1 + nr : 1 + nr + ns], columns[1 + nr + ns : 1 + nr + ns + ng]
+        sums = columns[1 + nr + ns + ng : 1 + nr + ns + ng + nu]
+        if stored:  # what is stored narrow is not kept as it is
+            savers = [np.where(columns[-1] >= 0, -1, c) for c in savers]
+        numel, wide = figures[0], figures[1]
+        birth, then = figures[2].astype(np.int64), figures[3].astype(np.int64)
+        loss, rest = figures[4 : 4 + self._formats], iter(figures[4 + self._formats :].astype(np.int64))
+        reads, keeps, starts, sends, adds, views = ([next(rest) for _ in range(k)] for k in (nr, ns, ns, ng, nu, nl))
+        size = [wide if f == 0 else numel * self._sizes[f] * narrow for f in range(self._formats)]
+        made = self._any([born, *readers], entries.count)
+        seconds = np.zeros((len(scopes), entries.count))
+        for f, there in enumerate(made):
+            target = np.full(entries.count, f)
+            cast = runs * self._cast(born, target, numel)
+            if back:
+                cast = cast + self._cast(target, born, numel)
+            seconds += np.where(there & (born != f), cast, 0.0)
+        kept = self._any([c for c, copy in zip(savers, shared, strict=True) if copy == 0], entries.count)
+        saved = self._sum(kept, np.array(size))
+        rounded = [there & (born != f) for f, there in enumerate(made)] if inherits else made
+        spans = [Span(0, born, birth, birth)]
+        spans += [Span(0, c, birth, m) for c, m in zip(readers, reads, strict=True)]
+        spans += [Span(copy, c, birth if copy == 0 else start, end)
+                  for copy, c, start, end in zip(shared, savers, starts, keeps, strict=True)]  # fmt: skip
+        gradient = 1 + max(shared, default=0)
+        if senders:
+            spans += [Span(gradient, c, m, then) for c, m in zip(senders, sends, strict=True)]
+            spans.append(Span(gradient, born, then, then))
+        sizes = {(copy, f): size[f] / tables for copy in range(gradient) for f in range(self._formats)}
+        width = np.array(self._sizes, np.float64)
+        if senders:
+            sizes |= {(gradient, f): numel * width[f] / tables for f in range(self._formats)}
+        held = [Held(numel[:, None] * width[c], m, m) for c, m in zip(sums, adds, strict=True)]
+        held += [Held(numel[:, None] * width[born], m, m) for m in views]
+        sizes = {key: s for key, s in sizes.items() if s.any()}
+        return self._group(
+            scopes, entries, seconds / tables, saved / tables, held=tuple(held),
+            copies=Copies(tuple(spans), sizes), loss=self._sum(rounded, loss) / tables,
+        )  # fmt: skip
+
+    def _stores(self, pattern: _Pattern, entries: _Entries, scopes: _Ints, figures: _Floats) -> Group:
+        (storage, maker), masks = pattern.reads
+        kept, made = entries.format(storage), entries.format(maker)
+        there = kept >= 0
+        numel, mask = figures[0], figures[3]
+        first, last, *moments = (figures[k].astype(np.int64) for k in (1, 2, *range(4, 4 + 2 * masks)))
+        width = np.array(self._sizes, np.float64)[kept] * there
+        size = numel[:, None] * width + np.where(width == 1.0, 4.0, 0.0)
+        masked = mask[:, None] * there
+        seconds = np.where(there, self._cast(made, np.where(there, kept, made), numel), 0.0)
+        held = [Held(size, first, last)]
+        held += [Held(masked, moments[k], moments[masks + k]) for k in range(masks)]
+        return self._group(scopes, entries, seconds, size + masks * masked, held=tuple(held))
+
+    def _others(self, pattern: _Pattern, entries: _Entries, scopes: _Ints, figures: _Floats) -> Group:
+        ((storage, unit),) = pattern.reads
+        kept, read = entries.format(storage), entries.format(unit)
+        casts = (kept >= 0) & (kept != read)
+        numel, then, place = figures[0], figures[1].astype(np.int64), figures[2].astype(np.int64)
+        seconds = np.where(casts, self._cast(np.where(casts, kept, read), read, numel), 0.0)
+        sizes = numel[:, None] * np.array(self._sizes, np.float64)[read] * casts
+        noise = self._sum(self._any([kept], entries.count), figures[3 : 3 + self._formats])
+        return self._group(scopes, entries, seconds, held=(Held(sizes, then, then),), rounding=Noise(place, noise))
+
+    # GEMMs and nodes
+
+    def _gemm(self, gemm: Gemm, rows: list[int]) -> None:
+        p, of = self.problem, self.decisions.of
+        made, h, g = of(gemm.output), of(gemm.grad_input), of(gemm.grad_weight)
+        storage = self.decisions.storage.get(gemm.x) if gemm.number in p.tensors[gemm.x].gemms else None
+        stored = -1 if storage is None else storage
+        workspace = []
+        for index in (gemm.grad_input, gemm.grad_weight):
+            unit = p.units[index]
+            sizes = dict(zip(unit.options, unit.workspace, strict=True))
+            workspace += self._vector((f, float(sizes.get(f, 0))) for f in unit.options)
+        self._record("gemm", [made, h, g, stored], (storage is not None, gemm.has_grad_input, gemm.has_grad_weight),
+                     [gemm.x_numel, gemm.out_numel, p.backward(gemm.moment), *workspace])  # fmt: skip
+        born = of(p.tensors[gemm.x].born)
+        for r in rows:
+            limit = p.rows[r].limit
+            self._record("noise", [made, g, born, stored], (storage is not None,),
+                         [r, *self._vector(gemm.gradient_noise, limit), *self._vector(gemm.x_noise, limit),
+                          *self._vector(gemm.stored_noise, limit)])  # fmt: skip
+
+    def _gemms(self, pattern: _Pattern, entries: _Entries, scopes: _Ints, figures: _Floats) -> Group:
+        places, stored, has_input, has_weight = pattern.reads
+        made, h, g, kept = (entries.format(place) for place in places)
+        there = kept >= 0 if stored else np.zeros(entries.count, np.bool_)
+        x, out, moment = figures[0], figures[1], figures[2].astype(np.int64)
+        n, width = self._formats, np.array(self._sizes, np.float64)
+        of_input: list[_Cast] = []
+        of_weight: list[_Cast] = []
+        if has_input:
+            of_input = [(made, h, out, h), (h, made, x, h)]
+        if has_weight:
+            of_weight = [(made, g, out, g), (np.where(there, kept, made), g, x, g)]
+        seconds, held = np.zeros((len(scopes), entries.count)), []
+        for own, casts in ((figures[3 : 3 + n][h].T, of_input), (figures[3 + n : 3 + 2 * n][g].T, of_weight)):
+            size = own
+            for source, target, numel, size_of in casts:
+                on = source != target
+                seconds += np.where(on, self._cast(source, target, numel), 0.0)
+                size = size + numel[:, None] * width[size_of] * on
+            held.append(size)
+        # One gradient is made after the other.
+        return self._group(scopes, entries, seconds, held=(Held(np.maximum(*held), moment, moment),))
+
+    def _noises(self, pattern: _Pattern, entries: _Entries, scopes: _Ints, figures: _Floats) -> Group:
+        places, stored = pattern.reads
+        made, g, born, kept = (entries.format(place) for place in places)
+        there = kept >= 0 if stored else np.zeros(entries.count, np.bool_)
+        n, row = self._formats, figures[0].astype(np.int64)
+        arriving, read, narrow = (figures[1 + k * n : 1 + (k + 1) * n] for k in range(3))
+        amount = self._sum(self._any([made, g], entries.count), arriving)
+        amount += self._sum([f & ~there for f in self._any([made, g, born], entries.count)], read)
+        amount += self._sum([f & there for f in self._any([kept], entries.count)], narrow)
+        return self._group(scopes, entries, noise=Noise(row, amount))
+
+    def _node(self, number: int, units: tuple[int, ...], local: tuple[tuple[str, float], ...]) -> None:
+        places = [self.decisions.unit[u] for u in units]
+        if not any(relative for _, relative in local) or not units:
+            return
+        rooms: list[list[int]] = []
+        for place in places:
+            for room in rooms:
+                if self._product([*room, place]) <= LARGEST_TABLE:
+                    room.append(place)
+                    break
+            else:
+                rooms.append([place])
+        self.exact &= len(rooms) == 1
+        for room in rooms:
+            self._record("node", room, (len(rooms),), [number, *self._vector(local)])
+
+    def _nodes(self, pattern: _Pattern, entries: _Entries, scopes: _Ints, figures: _Floats) -> Group:
+        places, tables = pattern.reads
+        there = self._any([entries.format(place) for place in places], entries.count)
+        amount = self._sum(there, figures[1 : 1 + self._formats]) / tables
+        return self._group(scopes, entries, rounding=Noise(figures[0].astype(np.int64), amount))
