@@ -105,7 +105,7 @@ class Tree:
         value = [self._at(cut, best) for cut in known]
         known = [known[k] for k in np.argsort(value, kind="stable")[:_CUTS]]
         widths = {
-            limit: max(width, 0.3 * best.prices.get(limit, 0.0), 3e-4 * abs(first.bound))
+            limit: max(width, 0.3 * best.prices.get(limit, 0.0), 3e-4 * (abs(first.bound) or 1.0))
             for limit, width in parent.ascent.widths.items()
         }
         ascent = Ascent(relaxation, [*known, first], first, widths, np.ones(1))

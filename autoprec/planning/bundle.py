@@ -59,13 +59,14 @@ class Ascent:
         for _ in range(steps):
             if not self.best.bound <= ceiling:
                 return
+            scale = abs(self.best.bound) or 1.0
             for limit in missed(self.relaxation, last.totals, self.widths):
-                self.widths[limit] = abs(self.best.bound) * (_ROW if limit.kind == "row" else _SHARED)
+                self.widths[limit] = scale * (_ROW if limit.kind == "row" else _SHARED)
             found = self.promise(self.cuts) if self.widths else None
             if found is None:
                 return
             prices, promised, self.weights = found
-            small = small + 1 if promised - self.best.bound <= enough * abs(self.best.bound) else 0
+            small = small + 1 if promised - self.best.bound <= enough * scale else 0
             if small == 2:
                 return
             last = priced(self.relaxation, {limit: price for limit, price in prices.items() if price > 0.0})
@@ -81,7 +82,7 @@ class Ascent:
                 if abs(price - self.best.prices.get(limit, 0.0)) >= 0.999 * self.widths[limit]:
                     self.widths[limit] *= 2.0
         if share < 0.1:
-            least = 1e-9 * abs(self.best.bound)
+            least = 1e-9 * (abs(self.best.bound) or 1.0)
             self.widths = {limit: max(0.7 * width, least) for limit, width in self.widths.items()}
 
     def promise(self, cuts: Sequence[Cut]) -> tuple[Prices, float, _Floats] | None:

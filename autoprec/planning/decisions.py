@@ -61,16 +61,6 @@ class Decisions:
         stored = frozenset((t, self.formats[picked[v]]) for t, v in self.storage.items() if picked[v] >= 0)
         return Choice(options=tuple(options), stored=stored)
 
-    def values(self, choice: Choice) -> npt.NDArray[np.int64]:
-        """The values of a choice that keeps its ties."""
-        found = np.zeros(len(self.domains), np.int64)
-        for unit, place, k in zip(self._problem.units, self.unit, choice.options, strict=True):
-            if place >= 0:
-                found[place] = self.domains[place].index(self.number[unit.options[k]])
-        for t, f in choice.stored:
-            found[self.storage[t]] = self.domains[self.storage[t]].index(self.number[f])
-        return found
-
 
 def _groups(problem: Problem) -> Sequence[list[int]]:
     """Units that must agree, in the order of their first ones."""

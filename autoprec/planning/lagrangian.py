@@ -167,7 +167,7 @@ class _Search:
             if not broken:
                 break
             for limit in broken:
-                least = abs(self.bound) * (1e-4 if limit.kind == "row" else 1e-3)
+                least = (abs(self.bound) or 1.0) * (1e-4 if limit.kind == "row" else 1e-3)
                 steps[limit] = 1.5 * steps[limit] if limit in steps else max(0.01 * prices.get(limit, 0.0), least)
                 prices[limit] = prices.get(limit, 0.0) + steps[limit]
         return prices

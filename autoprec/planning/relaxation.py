@@ -66,7 +66,6 @@ class Relaxation:
     Attributes:
         possible: False if units that must agree cannot.
         exact: whether `totals` is what the evaluator says, and not a lower bound of it.
-        priced_rows: rows that some choice could break.
         closed: entries that are not allowed now (see `without`).
     """
 
@@ -99,13 +98,11 @@ class Relaxation:
                 np.add.at(low, g.rounding.place, g.rounding.amount.min(axis=1))
                 np.add.at(high, g.rounding.place, g.rounding.amount.max(axis=1))
         least, most = self.propagation.rows(low), self.propagation.rows(high)
-        own, largest, tables = np.zeros(count), np.zeros(count), np.zeros(count, np.int64)
+        own, tables = np.zeros(count), np.zeros(count, np.int64)
         for g in self.groups:
             if g.noise is not None:
                 np.add.at(own, g.noise.place, g.noise.amount.min(axis=1))
-                np.add.at(largest, g.noise.place, g.noise.amount.max(axis=1))
                 np.add.at(tables, g.noise.place, 1)
-        self.priced_rows = largest + most > self._limit
         cap = np.where(tables == 1, np.minimum(most, self._limit - own), np.inf)
         self._credits: dict[int, _Floats] = {}
         for g in self.groups:

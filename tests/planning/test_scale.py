@@ -42,8 +42,6 @@ def disagreement(problem: Problem, rng: np.random.Generator) -> str:
         values = random_values(domain_sizes(found), rng)
         choice = found.choice(values)
         said, totals = evaluate(problem, choice), found.totals(values)
-        if (found.decisions.values(choice) != values).any():
-            return "values do not come back"
         if abs(said.objective - totals.objective) > 1e-9 * abs(said.objective) + 1e-15:
             return f"objective: {said.objective}, tables {totals.objective}"
         if said.bytes_at != tuple(totals.bytes_at.tolist()):
