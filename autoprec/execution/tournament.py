@@ -150,6 +150,7 @@ class _Replay:
         self._calls, self._lowered, self._look = calls, lowered, look
         self._arguments = [shadow_arguments(call, buffers) for call in calls]
         self._outputs: dict[int, Sequence[Any]] = {}
+        self._entered: list[Tensor] = []
         self.output = 0.0
         self.gradients: dict[str, Tensor] = {}
         self.nonfinite: list[str] = []
@@ -194,9 +195,10 @@ class _Replay:
             self.output += sum(_product(y.detach(), g) for y, g in pairs)
         if not pairs:
             return
+        # Copies, because in a step the gradients are made in it, and kept until it is over.
+        self._entered += [g.to(y.dtype, copy=True) for y, g in pairs]
         with shadow(self._calls[i]):
-            # A copy, because in a step the gradient is made in it.
-            torch.autograd.backward([y for y, _ in pairs], [g.to(y.dtype, copy=True) for y, g in pairs])
+            torch.autograd.backward([y for y, _ in pairs], self._entered[-len(pairs) :])
 
 
 def _product(y: Tensor, g: Tensor) -> float:

@@ -65,7 +65,9 @@ class Step:
         p = self.problem
         self.seconds += p.constant_seconds
         for moment, kept_from, size in p.private:
-            self.hold(f"statistics of {p.ops[moment]}", kept_from, p.backward(moment), size)
+            entered = moment == 0 and kept_from > len(p.ops)
+            what = "gradients of the outputs" if entered else f"statistics of {p.ops[moment]}"
+            self.hold(what, kept_from, p.backward(moment), size)
             self.saved += size if kept_from == moment else 0
         for moment, size in p.workspace:
             self.hold(f"workspace of {p.op_at(moment)}", moment, moment, size)

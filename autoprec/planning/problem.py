@@ -141,6 +141,7 @@ class _Builder:
             for i, op in enumerate(graph.ops)
             if op.private_saved_bytes and not decides(op, graph)
         )
+        private = (*private, *self._entering())
         kept = [t for t in tensors if any(use.kept_from is None for use in t.savers)]
         saved = sum(t.numel * 4 for t in kept) + sum(size for i, first, size in private if first == i)
         saved += sum(u.kept[0] for u in self.units if u.kept and u.kept_from is None)
@@ -171,6 +172,16 @@ class _Builder:
             bytes_scale=float(saved or 1),
             loss_scale=loss_limit or loss_total or 1.0,
         )
+
+    def _entering(self) -> Iterator[tuple[int, int, int]]:
+        """The gradients that enter at the outputs are kept until the step is over, to replay it: as private bytes of
+        the first op, from where the gradient of the tensor is no longer needed for itself."""
+        for t in self.graph.tensors:
+            producer = self.graph.producer.get(self.roots.root_of[t.id])
+            if t.is_output and t.is_float32 and t.requires_grad and producer is not None:
+                first = 2 * len(self.graph.ops) - self.moment[producer]
+                if first < 2 * len(self.graph.ops):
+                    yield 0, first, 4 * t.numel
 
     def _fixed_workspace(self) -> Iterator[tuple[int, int]]:
         """(moment, bytes) of ops without a decision."""

@@ -257,7 +257,8 @@ class Problem:
         constant_seconds: of ops without a decision.
         fixed_bytes: parameters, gradients, optimizer state and inputs.
         private: of ops without a decision, (moment, kept from, bytes): held from the second moment until the backward
-            moment of the first.
+            moment of the first. Those of the first op may be gradients that entered at the outputs, kept until the step
+            is over.
         workspace: (moment, bytes) held only at that moment, whatever the choice.
         loss_limit: E(δL)² allowed, or None.
         budget_bytes: largest peak allowed, or None.

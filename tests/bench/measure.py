@@ -153,7 +153,11 @@ class Live:
 PLAIN, AUTOCAST = "torch fp32", "torch autocast bf16"
 
 
-def run_live(found: Calibrated, plans: Mapping[str, Plan | None], *, rounds: int = 7) -> dict[str, Live]:
+#: Rounds, at least the first number, and more, up to the second, while they take less than the seconds.
+MIN_ROUNDS, MAX_ROUNDS, ROUND_SECONDS = 7, 41, 15.0
+
+
+def run_live(found: Calibrated, plans: Mapping[str, Plan | None]) -> dict[str, Live]:
     """Every contestant's step, in turn. None as a plan is torch without us: `PLAIN` or `AUTOCAST`."""
     torch._dynamo.reset()
     models: dict[str, nn.Module] = {}
@@ -171,11 +175,13 @@ def run_live(found: Calibrated, plans: Mapping[str, Plan | None], *, rounds: int
     for name in models:
         step(name, found.batches[0])
         step(name, found.batches[0])
-    for k in range(rounds):
+    k, started = 0, time.perf_counter()
+    while k < MIN_ROUNDS or (k < MAX_ROUNDS and time.perf_counter() - started < ROUND_SECONDS):
         for name in models:
             begin = time.perf_counter()
             step(name, found.batches[k % len(found.batches)])
             taken[name].append(time.perf_counter() - begin)
+        k += 1
     peaks = {n: peak_bytes(lambda n=n: step(n, found.batches[0]), torch.device("cpu")) for n in models}
     first = next(iter(taken.values()))
     results = {}

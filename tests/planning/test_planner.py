@@ -340,8 +340,9 @@ def test_peak_bytes_by_hand():
     # Backward, loss: kept relu, b, gelu, c; gradients of the loss (4 bytes) and of c.
     assert found.bytes_at[6] - fixed == 4 * t + t + 4
     assert found.saved_bytes == 4 * t
-    # Backward of a: its gradient, and the one of its weight, which is added to the one that is there.
-    assert found.bytes_at[11] - fixed == t + 4 * 4 * 4
+    # Backward of a: its gradient, and the one of its weight, which is added to the one that is there; the gradient that
+    # entered at the loss is kept to the end.
+    assert found.bytes_at[11] - fixed == t + 4 * 4 * 4 + 4
 
 
 def test_gradients_are_held_in_the_formats_in_which_they_are_sent():
