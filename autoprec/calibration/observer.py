@@ -34,7 +34,7 @@ WEIGHT_SAMPLE_LIMIT = 1 << 14
 
 #: Elements of a tensor that are kept until its gradient arrives: all of them together must stay well below what a step
 #: keeps anyway.
-KEPT_LIMIT = 1 << 14
+KEPT_LIMIT = 3 << 12
 
 _FIELDS = ("values", "loss", "gradients", "input_weight_grad", "gradient_weight_grad")
 
