@@ -34,7 +34,8 @@ PEAK_BARS = (FP32, "bf16", "60 %")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One contestant on one workload. Bytes are beyond parameters, gradients, optimizer state and inputs."""
+    """One contestant on one workload. Bytes are beyond parameters, gradients, optimizer state and inputs.
+    `gradient_ratio`: gradient noise over spread of an adopted plan, predicted, and measured on the replayed step."""
 
     workload: str
     contestant: str
@@ -44,6 +45,7 @@ class Row:
     predicted_peak_bytes: int | None = None
     budget_bytes: int | None = None
     adopted_from: str = ""
+    gradient_ratio: tuple[float, float] | None = None
 
     @property
     def measured_ratio_is(self) -> float | None:
@@ -76,6 +78,8 @@ def rows_of(workload: Workload) -> tuple[list[Row], dict[str, float]]:
             rows.append(Row(workload=workload.name, contestant=name, formats=(), live=live))
             continue
         assert plan.predicted is not None and plan.predicted_fp32 is not None
+        adopted = next((c for c in plan.contestants if c.verdict.startswith("adopted")), None)
+        own = None if adopted is None or adopted.measured is None else adopted.measured.gradient_ratio
         rows.append(
             Row(
                 workload=workload.name,
@@ -85,7 +89,8 @@ def rows_of(workload: Workload) -> tuple[list[Row], dict[str, float]]:
                 predicted_ratio=plan.predicted.seconds / plan.predicted_fp32.seconds,
                 predicted_peak_bytes=plan.predicted.peak_bytes - found.fixed_bytes,
                 budget_bytes=None if plan.budget_bytes is None else plan.budget_bytes - found.fixed_bytes,
-                adopted_from=next((c.name for c in plan.contestants if c.verdict.startswith("adopted")), ""),
+                adopted_from="" if adopted is None else adopted.name,
+                gradient_ratio=None if own is None else (plan.predicted.gradient_ratio, own),
             )
         )
     costs = {
@@ -139,6 +144,8 @@ def line(r: Row) -> str:
     if r.budget_bytes is not None:
         budget = f"{r.budget_bytes / 1e6:.2f}"
     adopted = f"  ({r.adopted_from} won)" if r.adopted_from else ""
+    if r.gradient_ratio is not None:
+        adopted += f" gradient noise {r.gradient_ratio[0]:.2g} predicted, {r.gradient_ratio[1]:.2g} measured"
     low, high = r.live.spread
     return (
         f"{r.workload:12} {r.contestant:20} {r.live.seconds * 1e3:7.1f}   {r.live.ratio:.3f} ({low:.3f}–{high:.3f})"

@@ -170,7 +170,8 @@ def study(name: str, orders: int) -> Result:
     by_size = narrowed(problem, sorted(units, key=lambda u: -made[u]), enough)
     chance = random.Random(0)
     by_chance = [narrowed(problem, chance.sample(units, len(units)), enough) for _ in range(orders)]
-    planned = plan_of(least_noise(found, target).choice)
+    # At the bytes that the choice by size came to: its last step may have gone further than half-way.
+    planned = plan_of(least_noise(found, evaluate(problem, by_size).saved_bytes).choice)
     size_plan = plan_of(by_size)
     size_change = runner.change(size_plan)
     equal, equal_change = at_noise(found, runner, plan_of, evaluate(problem, by_size), size_change)
