@@ -106,7 +106,7 @@ def texts(tmp_path: Path) -> list[tuple[str, str]]:
     """A .yaml or .json name and its text, for each kind of file."""
     serial.write_plan(tmp_path / "plan.yaml", PLAN)
     serial.write_device(tmp_path / "device.json", DEVICE)
-    folder = Path(values._policy_folder())
+    folder = Path(values._shipped_folder("policies"))
     paths = [*(folder / f"{name}.yaml" for name in SHIPPED), tmp_path / "plan.yaml", tmp_path / "device.json"]
     return [(path.name, path.read_text(encoding="utf-8")) for path in paths]
 

@@ -103,7 +103,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("fast", ("problem", "objective"), "problem.objective: text 'fast' is not valid. Valid: bytes, time."),
         (999, ("problem", "units", 0, "moment"), "problem.units[0].moment: moment 999 is not there: within 0 and "),
         (999, ("problem", "tensors", 1, "born"), "problem.tensors[1].born: unit 999 is not there"),
-        ([0.1], ("problem", "units", 0, "seconds"), "problem.units[0].seconds: "),
+        ([0.1] * 9, ("problem", "units", 0, "seconds"), "problem.units[0].seconds: "),
         ([], ("problem", "units", 0, "options"), "a unit needs at least one option"),
         (["fp8_e4m3"], ("problem", "units", 0, "options"), "unknown compute format"),
         ("output ", ("problem", "units", 0, "role"), "Did you mean 'output'?"),

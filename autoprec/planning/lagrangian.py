@@ -197,7 +197,7 @@ class _Search:
     def branch(self) -> None:
         """Take decisions both ways where the mixture of assignments that gives the bound does not agree on them: the
         bound rises, and what is near the best prices of each way is recombined, too."""
-        if self.near_enough() or len(self.relaxation.decisions.domains) > _BRANCHING:
+        if self.near_enough() or not 0 < len(self.relaxation.decisions.domains) <= _BRANCHING:
             return
         tree = Tree(self.relaxation, self.ascent)
 
