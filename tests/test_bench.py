@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.bench.__main__ import OBSERVED_PEAK, misses, rows_of
-from tests.bench.measure import one_thread
+from tests.bench.binding import uniform_e5m2
+from tests.bench.earns import narrowed
+from tests.bench.measure import calibrate, one_thread
 from tests.bench.workloads import WORKLOADS
 
 
@@ -21,3 +23,18 @@ def test_peaks_and_budgets(name: str) -> None:
         by_name["60 %"].budget_bytes is not None and by_name["60 %"].live.peak_bytes < by_name["fp32"].live.peak_bytes
     )
     assert by_name["balanced"].adopted_from and by_name["60 %"].adopted_from
+
+
+def test_default_limits_forbid_e5m2_for_everything_and_allow_a_mixture() -> None:
+    with one_thread():
+        found = calibrate(WORKLOADS["mlp"])
+    loss, gradient = uniform_e5m2(found)
+    assert loss > 1.0 and gradient > 1.0
+    proposals = found.proposals("balanced")
+    formats = proposals.decisions(proposals.best.solution).formats_used()
+    assert len(formats) > 1
+    # And what the other choices are made of: half of the units in the order given, none twice.
+    problem = proposals.problem
+    order = range(len(problem.units))
+    fp32, some = narrowed(problem, order, lambda e: True), narrowed(problem, order, lambda e: False)
+    assert set(fp32.options) == {0} and sum(k > 0 for k in some.options) > len(problem.units) // 2
