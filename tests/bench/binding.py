@@ -1,9 +1,9 @@
 """Do the default noise limits bind? `python -m tests.bench.binding [NAME ...]`
 
 For each workload: the formats of the solver's plan under the default policy, the constraint that holds it back, and
-what rounding everything to E5M2 (with a scale per tensor) would do by the same noise model: the loss's σ, and the largest
-gradient noise of a weight, each as a share of its limit. Exit code 1 if fewer than three workloads get two formats or
-more, or if E5M2 for everything would keep the limits on one of them.
+what rounding everything to E5M2 (with a scale per tensor) would do by the same noise model: the loss's σ, and the
+largest gradient noise of a weight, each as a share of its limit. Exit code 1 if fewer than three workloads get two
+formats or more, or if E5M2 for everything would keep the limits on one of them.
 """
 
 from __future__ import annotations
