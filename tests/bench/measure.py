@@ -170,6 +170,8 @@ def run_live(found: Calibrated, plans: Mapping[str, Plan | None]) -> dict[str, L
         with torch.autocast("cpu", torch.bfloat16) if name == AUTOCAST else nullcontext():
             loss = found.workload.loss(models[name], batch)
         loss.backward()
+        if plans[name] is not None:
+            autoprec.session(models[name]).step()
 
     taken: dict[str, list[float]] = {name: [] for name in models}
     for name in models:
