@@ -184,13 +184,15 @@ class Measurement:
 class Contestant:
     """A plan that could have been adopted: "solver", or the name of the one format that it uses where it can.
 
-    `measured` is None where it did not run: its predictions break a limit. `verdict` is "adopted", or why not.
+    `measured` is None where it did not run: its predictions break a limit. `verdict` says why it was not adopted, or
+    what the adopted one breaks all the same.
     """
 
     name: str
     formats: tuple[str, ...]
     predicted: Totals
-    verdict: str
+    adopted: bool = False
+    verdict: str = ""
     measured: Measurement | None = None
 
     def __post_init__(self) -> None:
@@ -246,6 +248,11 @@ class Plan:
     def storage_of(self) -> dict[str, str]:
         """Tensor id → storage name."""
         return {s.tensor: s.format for s in self.storages}
+
+    @property
+    def adopted(self) -> Contestant | None:
+        """The contestant that it was; None where there was no contest."""
+        return next((c for c in self.contestants if c.adopted), None)
 
     @property
     def is_identity(self) -> bool:

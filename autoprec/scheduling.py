@@ -17,7 +17,7 @@ from autoprec.graphs import OpGraph
 from autoprec.monitoring.judging import Verdict, judge
 from autoprec.observing import Observations
 from autoprec.planning.contest import adopt, runners
-from autoprec.planning.planner import by_prediction, make_plan, propose
+from autoprec.planning.planner import ask, by_prediction, propose
 from autoprec.planning.problem import optimizer_bytes
 from autoprec.planning.proposals import Proposals
 from autoprec.plans import Assignment, Measurement, Plan
@@ -71,47 +71,12 @@ class Scheduler:
         state = measured_optimizer_bytes or optimizer_bytes(self.policy.optimizer, graph.gradient_bytes)
         graph = self._observed.graph = replace(graph, optimizer_bytes=state)
         self.policy.check_against(graph)
-        proposals = self._propose(None)
+        assert self.device is not None
+        question = ask(graph, self._seen()[2], self.device, self.policy, banned=frozenset(self.banned))
+        proposals = propose(question)
         if tournament.empty or (proposals.problem.budget_bytes is None and len(proposals.all) == 1):
             return by_prediction(proposals)
-        return self._contest(proposals, tournament)
-
-    def _propose(self, budget_bytes: int | None, *, advise: bool = True) -> Proposals:
-        _, graph, profile = self._seen()
-        assert self.device is not None
-        return propose(
-            graph,
-            profile,
-            self.device,
-            self.policy,
-            budget_bytes=budget_bytes,
-            banned=frozenset(self.banned),
-            advise=advise,
-        )
-
-    def _contest(self, proposals: Proposals, tournament: Tournament) -> Plan:
-        """Run the proposals. Where the solver's plan proves to break the budget, it is made again for as much less."""
-        budget = proposals.problem.budget_bytes
-        measured = _measured(proposals, tournament.run(runners(proposals)))
-        for _ in range(_TIGHTENINGS):
-            excess = _excess_bytes(proposals, measured, budget)
-            if excess <= 0:
-                break
-            assert proposals.problem.budget_bytes is not None
-            try:
-                proposals = self._propose(proposals.problem.budget_bytes - excess, advise=False)
-            except InfeasibleError:
-                break
-            measured = _measured(proposals, tournament.run(runners(proposals)))
-        plan = adopt(proposals, measured, budget)
-        found, predicted = measured[proposals.best.name], proposals.best.solution.evaluation
-        if not any(c.verdict == "adopted" for c in plan.contestants) and budget is not None:
-            if found.failure or found.peak_bytes > _BUDGET_SLACK * budget:
-                raise InfeasibleError(
-                    f"no plan fits the budget of {budget} bytes: {found.failure or f'{found.peak_bytes} were measured'}"
-                    f" for the one that was predicted to take {predicted.peak_bytes}"
-                )
-        return plan
+        return _contest(proposals, tournament)
 
     def unstable(self, plan: Plan, window: Profile) -> tuple[Verdict, ...]:
         """What must leave its format, by the ranges of a window. They are remembered for planning again."""
@@ -129,16 +94,16 @@ class Scheduler:
         try:
             if graph is None or profile is None or self.device is None:
                 raise InfeasibleError("the plan came from a file, without the profile that it was made from")
-            plan = make_plan(
+            question = ask(
                 graph,
                 profile,
                 self.device,
                 self.policy,
                 budget_bytes=before.budget_bytes,
                 banned=frozenset(self.banned),
-                advise=False,
-                prefer=next((c.name for c in before.contestants if c.verdict.startswith("adopted")), None),
             )
+            fastest = None if before.adopted is None else before.adopted.name
+            plan = by_prediction(propose(question, advise=False), prefer=fastest)
         except InfeasibleError as error:
             return _without(before, self.banned), f"the promoted ops run in fp32 outside the budgets: {error}"
         return plan, ""
@@ -149,6 +114,32 @@ _TIGHTENINGS = 3
 
 #: What a measured peak may be above the budget where no plan does better.
 _BUDGET_SLACK = 1.02
+
+
+def _contest(proposals: Proposals, tournament: Tournament) -> Plan:
+    """Run the proposals. Where the solver's plan proves to break the budget, it is made again for as much less."""
+    budget = proposals.problem.budget_bytes
+    measured = _measured(proposals, tournament.run(runners(proposals)))
+    for _ in range(_TIGHTENINGS):
+        excess = _excess_bytes(proposals, measured, budget)
+        if excess <= 0:
+            break
+        assert proposals.problem.budget_bytes is not None
+        try:
+            smaller = proposals.question.under(proposals.problem.budget_bytes - excess)
+            proposals = propose(smaller, advise=False)
+        except InfeasibleError:
+            break
+        measured = _measured(proposals, tournament.run(runners(proposals)))
+    plan = adopt(proposals, measured, budget)
+    found, predicted = measured[proposals.best.name], proposals.best.solution.evaluation
+    if budget is not None and plan.adopted is not None and plan.adopted.verdict:
+        if found.failure or found.peak_bytes > _BUDGET_SLACK * budget:
+            raise InfeasibleError(
+                f"no plan fits the budget of {budget} bytes: {found.failure or f'{found.peak_bytes} were measured'}"
+                f" for the one that was predicted to take {predicted.peak_bytes}"
+            )
+    return plan
 
 
 def _excess_bytes(proposals: Proposals, measured: Mapping[str, Measurement], budget: int | None) -> int:
@@ -171,7 +162,7 @@ def _measurement(proposals: Proposals, found: Outcome, plain: Outcome | None) ->
     change = ratio = None
     if plain is not None:
         change = found.output - plain.output
-        weights = proposals.profile.weight_by_fqn
+        weights = proposals.question.profile.weight_by_fqn
         squares = [0.0]
         for row in proposals.problem.rows:
             a, b = found.gradients.get(row.weight), plain.gradients.get(row.weight)

@@ -337,15 +337,8 @@ class Session:
 
         Raises `InputError` if nothing was observed yet, `InfeasibleError` if no plan keeps the budgets.
         """
-        state_bytes = sum(
-            v.numel() * v.element_size()
-            for optimizer in self._guard.optimizers
-            for state in optimizer.state.values()
-            for v in state.values()
-            if isinstance(v, Tensor)
-        )
         tournament = Tournament(self._calls, self._guard.buffers.values(), self._device_type)
-        plan = self._scheduler.first_plan(state_bytes, tournament)
+        plan = self._scheduler.first_plan(self._guard.optimizer_bytes, tournament)
         self._adopt(plan)
         self._event("planned", evidence=f"{', '.join(plan.formats_used()) or 'fp32'}; binding: {plan.binding}")
         return plan

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import autoprec
 from autoprec.planning.evaluator import evaluate
-from autoprec.planning.planner import propose
+from autoprec.planning.planner import ask, propose
 from autoprec.planning.problem import Problem
 from autoprec.planning.uniform import uniform_choice
 from autoprec.planning.values import Solution
@@ -112,7 +112,7 @@ def kept_pairs(
     session.calibrate(study.batches, study.loss)
     session.make_plan()
     graph, profile, device = session.graph, session.profile, session.device
-    proposals = propose(graph, profile, device, policy)
+    proposals = propose(ask(graph, profile, device, policy))
     problem = proposals.problem
     plain = uniform_choice(problem, "fp32")
     exact = gradients(study, copy.deepcopy(study.model))

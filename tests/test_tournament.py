@@ -16,7 +16,7 @@ from autoprec.execution.measuring import peak_bytes
 from autoprec.execution.tournament import Tournament
 from autoprec.graphs import Role
 from autoprec.planning.contest import adopt, runners
-from autoprec.planning.planner import propose
+from autoprec.planning.planner import ask, propose
 from autoprec.planning.proposals import SOLVER
 from autoprec.plans import Assignment, Measurement, Plan
 from autoprec.scheduling import Scheduler
@@ -59,7 +59,7 @@ def tournament_of(session) -> Tournament:
 
 def plans_of(session, **changes) -> dict[str, Plan]:
     policy = session.policy.replaced(noise={"gradient": 1e3, "loss": 1e3}, **changes)
-    proposals = propose(session.graph, session.profile, session.measure_device(), policy)
+    proposals = propose(ask(session.graph, session.profile, session.measure_device(), policy))
     return runners(proposals)
 
 
@@ -189,7 +189,7 @@ def proposals():
         for t in device.timings
     )
     policy = session.policy.replaced(noise={"gradient": 1e3, "loss": 1e3}, storage={"formats": ()})
-    found = propose(session.graph, session.profile, dataclasses.replace(device, timings=timings), policy)
+    found = propose(ask(session.graph, session.profile, dataclasses.replace(device, timings=timings), policy))
     assert [p.name for p in found.all] == [SOLVER, "fp32", "bf16", "fp16"]
     return found
 
@@ -199,7 +199,8 @@ def measured(**ratios: float) -> dict[str, Measurement]:
 
 
 def winner(plan: Plan) -> str:
-    return next(c.name for c in plan.contestants if c.verdict.startswith("adopted"))
+    assert plan.adopted is not None
+    return plan.adopted.name
 
 
 def test_the_fastest_within_the_budgets_wins(proposals) -> None:
@@ -226,11 +227,13 @@ def test_what_failed_or_did_not_run_is_not_adopted(proposals) -> None:
     plan = adopt(proposals, times, None)
     verdicts = {c.name: c.verdict for c in plan.contestants}
     assert verdicts == {"solver": "did not run", "fp32": "11.1% slower", "bf16": "it failed: no kernel",
-                        "fp16": "adopted"}  # fmt: skip
+                        "fp16": ""}  # fmt: skip
 
 
 def test_bytes_first_keeps_the_solvers_plan(proposals) -> None:
-    few = dataclasses.replace(proposals, policy=proposals.policy.replaced(objective="bytes"))
+    asked = proposals.question
+    asked = dataclasses.replace(asked, policy=asked.policy.replaced(objective="bytes"))
+    few = dataclasses.replace(proposals, question=asked)
     assert winner(adopt(few, measured(fp32=1.0, bf16=0.6, fp16=0.9, solver=5.0), None)) == SOLVER
 
 
@@ -284,8 +287,8 @@ def test_a_peak_that_was_predicted_too_low_is_found_and_mended(monkeypatch: pyte
     )  # fmt: skip
     plan = autoprec.session(model).plan
     assert plan is not None and plan.budget_bytes is not None
-    own = next(c for c in plan.contestants if c.verdict.startswith("adopted"))
-    assert own.measured is not None and own.measured.peak_bytes <= 1.02 * plan.budget_bytes
+    own = plan.adopted
+    assert own is not None and own.measured is not None and own.measured.peak_bytes <= 1.02 * plan.budget_bytes
     assert len(made) > 1
     assert own.predicted.peak_bytes < own.measured.peak_bytes
 
@@ -298,9 +301,7 @@ def test_after_a_promotion_the_winner_stays_the_winner() -> None:
     session.make_plan()
     scheduler: Scheduler = session._scheduler
     uniform = next(c for c in session.plan.contestants if c.name == "bf16")
-    as_if = tuple(
-        dataclasses.replace(c, verdict="adopted" if c is uniform else "slower") for c in session.plan.contestants
-    )
+    as_if = tuple(dataclasses.replace(c, adopted=c is uniform) for c in session.plan.contestants)
     again, shortfall = scheduler.plan_again(dataclasses.replace(session.plan, contestants=as_if))
     assert not shortfall and {a.format for a in again.assignments if a.role is Role.OUTPUT} == {"bf16"}
 

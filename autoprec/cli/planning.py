@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 from rich.text import Text
@@ -11,8 +10,7 @@ from autoprec.cli.inputs import read_inputs
 from autoprec.cli.output import show
 from autoprec.errors import InfeasibleError, InputError, PlanError, SolverError
 from autoprec.planning.cases import Case
-from autoprec.planning.planner import best_solution, by_prediction, problem_of, proposals_of
-from autoprec.planning.relaxing import what_to_change
+from autoprec.planning.planner import ask, by_prediction, propose
 from autoprec.reporting.contestants import contestants_table
 from autoprec.reporting.differences import difference_tables, differences, differences_data
 from autoprec.reporting.plans import device_line, matching, op_table, ops_table, plan_data, summary, totals_table
@@ -41,17 +39,17 @@ def write_offline_plan(
     if out is not None:
         check_writable(out, PlanError)
     given = read_inputs(profile, policy, budget, device)
-    parts = given.graph, given.profile, given.device, given.policy
-    problem, fp32 = problem_of(*parts, budget_bytes=given.memory_bytes)
+    question = ask(given.graph, given.profile, given.device, given.policy, budget_bytes=given.memory_bytes)
     try:
-        solution = best_solution(problem, advice=partial(what_to_change, *parts))
+        proposals = propose(question)
     except (InfeasibleError, SolverError):
         if case_out is not None:  # then more than ever
-            write_case(case_out, Case(problem=problem))
+            write_case(case_out, Case(problem=question.problem))
         raise
-    made = by_prediction(proposals_of(*parts, problem, solution, fp32))
+    made, solution = by_prediction(proposals), proposals.best.solution
     if case_out is not None:
-        write_case(case_out, Case(problem=problem, objective=solution.evaluation.objective, gap=solution.gap))
+        found = solution.evaluation.objective
+        write_case(case_out, Case(problem=question.problem, objective=found, gap=solution.gap))
     written = "nothing was written: this was a dry run"
     if out is not None:
         write_plan(out, made)

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from autoprec.execution import boundaries
@@ -74,6 +74,12 @@ class StepGuard:
     def missed(self) -> list[str]:
         """Parameters with a fresh gradient that went through no captured graph since the last step."""
         return sorted(self.watch.fresh - self.covered)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """What the optimizers hold that were seen so far."""
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+        return sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor))
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer steps a parameter of this model."""

@@ -34,11 +34,9 @@ def adopt(proposals: Proposals, measured: Mapping[str, Measurement], budget_byte
     own = measured.get(winner.name)
 
     def verdict(p: Proposal) -> str:
-        if p is winner:
-            return "adopted" + (f", although {unfit[p.name]}" if unfit[p.name] else "")
-        if unfit[p.name] or own is None:
+        if unfit[p.name] or own is None or p is winner:
             return unfit[p.name]
-        if proposals.policy.objective == "bytes":
+        if proposals.question.policy.objective == "bytes":
             return "keeps more bytes"
         slower = measured[p.name].ratio / own.ratio - 1.0
         return f"{slower:.1%} slower" if slower > _TIE_FRAC else f"as fast within {_TIE_FRAC:.0%}, and less simple"
@@ -48,6 +46,7 @@ def adopt(proposals: Proposals, measured: Mapping[str, Measurement], budget_byte
             name=p.name,
             formats=proposals.decisions(p.solution).formats_used(),
             predicted=totals_of(p.solution.evaluation),
+            adopted=p is winner,
             verdict=verdict(p),
             measured=measured.get(p.name),
         )
@@ -74,7 +73,7 @@ def _unfit(found: Measurement | None, budget: int | None) -> str:
 def _winner(proposals: Proposals, fit: list[Proposal], measured: Mapping[str, Measurement]) -> Proposal:
     if not fit:
         return proposals.best
-    if proposals.policy.objective == "bytes":
+    if proposals.question.policy.objective == "bytes":
         return min(fit, key=lambda p: (p is not proposals.best, p.solution.evaluation.saved_bytes))
     fastest = min(measured[p.name].ratio for p in fit)
     return next(p for p in fit if measured[p.name].ratio <= (1.0 + _TIE_FRAC) * fastest)

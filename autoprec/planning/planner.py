@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Protocol
 
 from autoprec.devices import Device
@@ -14,27 +12,18 @@ from autoprec.graphs import OpGraph
 from autoprec.planning.evaluator import evaluate, holders
 from autoprec.planning.highs import smallest_peak
 from autoprec.planning.polish import polish
-from autoprec.planning.problem import Problem, build_problem, fixed_bytes
-from autoprec.planning.proposals import Proposals, rivals, totals_of
+from autoprec.planning.problem import build_problem, fixed_bytes
+from autoprec.planning.proposals import Proposals, Question, rivals, totals_of
 from autoprec.planning.reasons import bytes_text, violation_text
 from autoprec.planning.relaxing import what_to_change
 from autoprec.planning.solvers import LARGE, decisions_count, gap_for, solve
 from autoprec.planning.uniform import uniform_choice
-from autoprec.planning.values import Choice, Solution
+from autoprec.planning.values import Choice
 from autoprec.plans import Plan, Totals
 from autoprec.policies import Policy, parse_budget
 from autoprec.profiles import Profile
 
-__all__ = [
-    "best_solution",
-    "by_prediction",
-    "fp32_totals",
-    "make_plan",
-    "problem_of",
-    "proposals_of",
-    "propose",
-    "resolve_budget",
-]
+__all__ = ["ask", "by_prediction", "fp32_totals", "make_plan", "propose", "resolve_budget"]
 
 
 class BudgetLike(Protocol):
@@ -66,7 +55,7 @@ def resolve_budget(budget: BudgetLike, graph: OpGraph, fp32: Totals) -> int:
     return fixed + math.floor(budget.percent / 100.0 * (fp32.peak_bytes - fixed))
 
 
-def propose(
+def ask(
     graph: OpGraph,
     profile: Profile,
     device: Device,
@@ -74,70 +63,32 @@ def propose(
     *,
     budget_bytes: int | None = None,
     banned: frozenset[tuple[str, str]] = frozenset(),
-    relative_gap: float | None = None,
-    advise: bool = True,
-) -> Proposals:
-    """The best choice that keeps the noise limits and the budget (the policy's, unless `budget_bytes` is given), and
-    its rivals.
-
-    `banned` holds (op id, format) pairs that proved unstable. `relative_gap` is how far from the proven optimum the
-    solver may stop: by default 0 for small models and a thousandth for large ones (timings are not measured more
-    finely); the plan carries the gap that was reached. `InfeasibleError` with the smallest feasible budget if there is
-    no such choice, and, unless `advise` is False, with what every limit of the policy costs, which takes longer.
-    """
-    problem, fp32 = problem_of(graph, profile, device, policy, budget_bytes=budget_bytes, banned=banned)
-    advice = partial(what_to_change, graph, profile, device, policy) if advise else None
-    solution = best_solution(problem, relative_gap=relative_gap, advice=advice)
-    return proposals_of(graph, profile, device, policy, problem, solution, fp32)
-
-
-def problem_of(
-    graph: OpGraph,
-    profile: Profile,
-    device: Device,
-    policy: Policy,
-    *,
-    budget_bytes: int | None = None,
-    banned: frozenset[tuple[str, str]] = frozenset(),
-) -> tuple[Problem, Totals]:
-    """What `propose` solves, and the totals of FP32."""
+) -> Question:
+    """The problem of these values, under the policy's budget unless `budget_bytes` is given. `banned` holds (op id,
+    format) pairs that proved unstable."""
     fp32 = fp32_totals(graph, profile, device, policy)
     if budget_bytes is None and (budget := parse_budget(policy.budget)) is not None:
         budget_bytes = resolve_budget(budget, graph, fp32)
-    return build_problem(graph, profile, device, policy, budget_bytes=budget_bytes, banned=banned), fp32
+    problem = build_problem(graph, profile, device, policy, budget_bytes=budget_bytes, banned=banned)
+    return Question(graph=graph, profile=profile, device=device, policy=policy, problem=problem, fp32=fp32)
 
 
-def best_solution(
-    problem: Problem, *, relative_gap: float | None = None, advice: Callable[[int], list[str]] | None = None
-) -> Solution:
-    """The best choice within a gap, as in `propose`; `InfeasibleError` if there is none. `advice`, given the smallest
-    feasible budget, says what to change for a smaller one."""
+def propose(question: Question, *, relative_gap: float | None = None, advise: bool = True) -> Proposals:
+    """The best choice that keeps the noise limits and the budget, and its rivals.
+
+    `relative_gap` is how far from the proven optimum the solver may stop: by default 0 for small models and a
+    thousandth for large ones (timings are not measured more finely); the plan carries the gap that was reached.
+    `InfeasibleError` with the smallest feasible budget if there is no such choice, and, unless `advise` is False, with
+    what every limit of the policy costs, which takes longer.
+    """
+    problem = question.problem
     gap = gap_for(problem) if relative_gap is None else relative_gap
     solution = solve(problem, relative_gap=gap)
     if solution is None:
-        raise InfeasibleError(_why_infeasible(problem, gap, advice))
-    return polish(problem, solution) if solution.gap > 0.0 and decisions_count(problem) <= LARGE else solution
-
-
-def proposals_of(
-    graph: OpGraph,
-    profile: Profile,
-    device: Device,
-    policy: Policy,
-    problem: Problem,
-    solution: Solution,
-    fp32: Totals,
-) -> Proposals:
-    """A solution of a problem, and its rivals."""
-    return Proposals(
-        graph=graph,
-        profile=profile,
-        device=device,
-        policy=policy,
-        problem=problem,
-        fp32=fp32,
-        all=rivals(problem, solution, policy.formats),
-    )
+        raise InfeasibleError(_why_infeasible(question, gap, advise))
+    if solution.gap > 0.0 and decisions_count(problem) <= LARGE:
+        solution = polish(problem, solution)
+    return Proposals(question=question, all=rivals(problem, solution, question.policy.formats))
 
 
 def make_plan(
@@ -149,34 +100,21 @@ def make_plan(
     budget_bytes: int | None = None,
     banned: frozenset[tuple[str, str]] = frozenset(),
     relative_gap: float | None = None,
-    prefer: str | None = None,
-    advise: bool = True,
 ) -> Plan:
-    """The plan that is best by prediction alone: the solver's, or all-FP32 where that is as fast within what
-    predictions err by. `prefer` names another proposal (one that proved fastest), taken where it keeps every limit.
-    The rest as for `propose`.
-    """
-    proposals = propose(
-        graph,
-        profile,
-        device,
-        policy,
-        budget_bytes=budget_bytes,
-        banned=banned,
-        relative_gap=relative_gap,
-        advise=advise,
-    )
-    return by_prediction(proposals, prefer=prefer)
+    """The plan that is best by prediction alone: `ask`, `propose` and `by_prediction` in one."""
+    question = ask(graph, profile, device, policy, budget_bytes=budget_bytes, banned=banned)
+    return by_prediction(propose(question, relative_gap=relative_gap))
 
 
 def by_prediction(proposals: Proposals, *, prefer: str | None = None, explained: bool = True) -> Plan:
-    """The proposal that is best by prediction alone; see `make_plan`. Without reasons if it need not be `explained`."""
+    """The solver's proposal, or all-FP32 where that is as fast within what predictions err by. `prefer` names another
+    one (it proved fastest), taken where it keeps every limit. Without reasons if it need not be `explained`."""
     kept = {p.name: p.solution for p in proposals.all if not p.broken}
     best, plain = proposals.best.solution, kept.get("fp32")
     made = proposals.plan if explained else proposals.decisions
     if prefer is not None:
         return made(kept.get(prefer, best))
-    if proposals.policy.objective == "bytes" or plain is None or plain is best:
+    if proposals.question.policy.objective == "bytes" or plain is None or plain is best:
         return made(best)
     gain = 1.0 - best.evaluation.seconds / plain.evaluation.seconds
     if gain > _TIME_ERROR_FRAC:
@@ -192,7 +130,8 @@ def by_prediction(proposals: Proposals, *, prefer: str | None = None, explained:
 _TIME_ERROR_FRAC = 0.05
 
 
-def _why_infeasible(problem: Problem, gap: float, advice: Callable[[int], list[str]] | None) -> str:
+def _why_infeasible(question: Question, gap: float, advise: bool) -> str:
+    problem = question.problem
     smallest = smallest_peak(replace(problem, budget_bytes=None), relative_gap=gap)
     if smallest is None:
         widest = Choice(options=(0,) * len(problem.units))
@@ -204,7 +143,7 @@ def _why_infeasible(problem: Problem, gap: float, advice: Callable[[int], list[s
         )
     peak, moment = smallest.evaluation.peak_bytes, smallest.evaluation.peak_moment
     held = ", ".join(f"{what} {bytes_text(size)}" for what, size in holders(problem, smallest.choice, moment))
-    changes = advice(peak) if advice is not None else []
+    changes = what_to_change(question, peak) if advise else []
     helps = f" Smallest feasible budgets with another policy: {'; '.join(changes)}." if changes else ""
     return (
         f"no plan fits the budget of {problem.budget_bytes} bytes; the smallest feasible budget is {peak} bytes"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoprec.devices import Device
 from autoprec.graphs import OpGraph
@@ -19,7 +19,7 @@ from autoprec.plans import AS_IS, Assignment, Contestant, Dropped, Plan, Region,
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
 
-__all__ = ["SOLVER", "Proposal", "Proposals", "rivals", "totals_of"]
+__all__ = ["SOLVER", "Proposal", "Proposals", "Question", "rivals", "totals_of"]
 
 #: The name of the solver's own choice where it mixes formats; the others are named after theirs.
 SOLVER = "solver"
@@ -61,9 +61,8 @@ def rivals(problem: Problem, solution: Solution, formats: tuple[str, ...]) -> tu
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Proposals:
-    """Proposals for one problem, the solver's first, and what it was made from. `fp32` are the totals of the model as
-    it was written."""
+class Question:
+    """A problem, and what it was made from. `fp32` are the totals of the model as it was written."""
 
     graph: OpGraph
     profile: Profile
@@ -71,7 +70,23 @@ class Proposals:
     policy: Policy
     problem: Problem
     fp32: Totals
+
+    def under(self, budget_bytes: int | None) -> Question:
+        """The same question under another budget."""
+        return replace(self, problem=replace(self.problem, budget_bytes=budget_bytes))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Proposals:
+    """Answers to one question, the solver's first."""
+
+    question: Question
     all: tuple[Proposal, ...]
+
+    @property
+    def problem(self) -> Problem:
+        """What they are choices of."""
+        return self.question.problem
 
     @property
     def best(self) -> Proposal:
@@ -90,7 +105,7 @@ class Proposals:
     def _plan(
         self, solution: Solution, reasons: Reasons | None, why: str = "", contestants: tuple[Contestant, ...] = ()
     ) -> Plan:
-        problem, choice, policy = self.problem, solution.choice, self.policy
+        problem, choice, policy = self.problem, solution.choice, self.question.policy
         unexplained = Reason(text="")
         unit_reasons = reasons.units if reasons else (unexplained,) * len(problem.units)
         storage_reasons = reasons.storages if reasons else dict.fromkeys(problem.storable, unexplained)
@@ -120,24 +135,25 @@ class Proposals:
             regions=self._regions(choice),
             saturating=_saturating(problem, choice),
             predicted=totals_of(solution.evaluation),
-            predicted_fp32=self.fp32,
+            predicted_fp32=self.question.fp32,
             budget_bytes=problem.budget_bytes,
             gap=solution.gap,
             binding=why or (reasons.binding if reasons else ""),
-            policy=self.policy.name,
-            graph_fingerprint=self.graph.fingerprint,
-            device=self.device.name,
+            policy=policy.name,
+            graph_fingerprint=self.question.graph.fingerprint,
+            device=self.question.device.name,
             contestants=contestants,
         )
 
     def _regions(self, choice: Choice) -> tuple[Region, ...]:
-        if self.policy.loss_scaling.mode != "regional":
+        graph, policy = self.question.graph, self.question.policy
+        if policy.loss_scaling.mode != "regional":
             return ()
-        roots = resolve_roots(self.graph)
-        prices = Prices(self.graph, roots, self.profile, self.policy)
+        roots = resolve_roots(graph)
+        prices = Prices(graph, roots, self.question.profile, policy)
         units = zip(self.problem.units, choice.options, strict=True)
         needed = {(u.op, u.role): u.options[k] for u, k in units if u.needed}
-        return fp16_regions(self.graph, roots, prices, needed)
+        return fp16_regions(graph, roots, prices, needed)
 
 
 #: Why a storage of the policy's is none of a tensor that has others.

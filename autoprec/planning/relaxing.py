@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoprec.devices import Device
 from autoprec.errors import DeviceError, InfeasibleError
 from autoprec.formats import COMPUTE_FORMATS, STORAGE_FORMATS
 from autoprec.graphs import OpGraph
 from autoprec.planning.highs import smallest_peak
 from autoprec.planning.problem import build_problem
+from autoprec.planning.proposals import Question
 from autoprec.planning.reasons import bytes_text
 from autoprec.policies import Policy
-from autoprec.profiles import Profile
 
 __all__ = ["what_to_change"]
 
@@ -23,12 +22,12 @@ _GAP = 0.01
 _WIDER = 10.0
 
 
-def what_to_change(graph: OpGraph, profile: Profile, device: Device, policy: Policy, smallest_bytes: int) -> list[str]:
+def what_to_change(question: Question, smallest_bytes: int) -> list[str]:
     """A phrase for each change of the policy that lowers the smallest feasible peak, the most helpful first."""
     found: list[tuple[int, str]] = []
-    for what, changed in _changes(graph, policy):
+    for what, changed in _changes(question.graph, question.policy):
         try:
-            problem = build_problem(graph, profile, device, changed)
+            problem = build_problem(question.graph, question.profile, question.device, changed)
         except (InfeasibleError, DeviceError):  # the rules leave an op no format, or nobody timed that format here
             continue
         solution = smallest_peak(problem, relative_gap=_GAP)

@@ -11,8 +11,7 @@ from autoprec.devices import Device
 from autoprec.errors import InfeasibleError
 from autoprec.graphs import OpGraph
 from autoprec.planning.highs import smallest_peak
-from autoprec.planning.planner import by_prediction, fp32_totals, propose, resolve_budget
-from autoprec.planning.problem import build_problem
+from autoprec.planning.planner import ask, by_prediction, propose, resolve_budget
 from autoprec.planning.solvers import gap_for
 from autoprec.plans import Plan, Totals
 from autoprec.policies import Policy, parse_budget
@@ -68,23 +67,20 @@ def tradeoffs(
     `done(k, n)` is called after each of n plans. `InfeasibleError` where no plan keeps the noise limits, or none the
     policy's own budget.
     """
-    free = policy.replaced(budget=None)
-    fp32 = fp32_totals(graph, profile, device, policy)
+    question = ask(graph, profile, device, policy.replaced(budget=None))
 
     def point(limit: int | None) -> Point:
         """Without reasons: only its totals are looked at."""
-        made = propose(graph, profile, device, free, budget_bytes=limit)
-        return _point(by_prediction(made, explained=False), limit)
+        return _point(by_prediction(propose(question.under(limit)), explained=False), limit)
 
     best = point(None)
-    problem = build_problem(graph, profile, device, free)
-    smallest = smallest_peak(problem, relative_gap=gap_for(problem))
+    smallest = smallest_peak(question.problem, relative_gap=gap_for(question.problem))
     if smallest is None:  # the plan above keeps the limits, so this is a solver's
         raise InfeasibleError("no plan keeps the noise limits, but one was made; raise noise.gradient a little")
     low, high = smallest.evaluation.peak_bytes, best.predicted.peak_bytes
     between = {low + (high - low) * k // (points - 1) for k in range(points - 1)} if low < high else set()
     budget = parse_budget(policy.budget)
-    named = None if budget is None else resolve_budget(budget, graph, fp32)
+    named = None if budget is None else resolve_budget(budget, graph, question.fp32)
     budgets = sorted(between | ({named} if named is not None else set()))
     found = []
     for k, limit in enumerate(budgets):
@@ -101,7 +97,7 @@ def tradeoffs(
         chosen=chosen,
         why=why,
         smallest_peak_bytes=low,
-        fp32=fp32,
+        fp32=question.fp32,
         objective=policy.objective,
         budgets=len(found) + 1,
     )

@@ -39,8 +39,9 @@ def _cells(c: Contestant) -> tuple[str, ...]:
     own, name = c.measured, f"{c.name} ({', '.join(c.formats)})" if c.formats != (c.name,) else c.name
     step, peak, noise = c.predicted.seconds, c.predicted.peak_bytes, c.predicted.gradient_ratio
     predicted = seconds_text(step).lstrip("+"), bytes_text(peak), f"{noise:.2g}"
+    verdict = "; ".join(v for v in ("adopted" if c.adopted else "", c.verdict) if v)
     if own is None or own.failure:
-        return name, predicted[0], "", "", predicted[1], "", predicted[2], "", "", c.verdict
+        return name, predicted[0], "", "", predicted[1], "", predicted[2], "", "", verdict
     return (
         name,
         predicted[0],
@@ -51,5 +52,5 @@ def _cells(c: Contestant) -> tuple[str, ...]:
         predicted[2],
         "" if own.gradient_ratio is None else f"{own.gradient_ratio:.2g}",
         "" if own.loss_change is None else f"{own.loss_change:+.2g}",
-        c.verdict,
+        verdict,
     )

@@ -78,7 +78,7 @@ def rows_of(workload: Workload) -> tuple[list[Row], dict[str, float]]:
             rows.append(Row(workload=workload.name, contestant=name, formats=(), live=live))
             continue
         assert plan.predicted is not None and plan.predicted_fp32 is not None
-        adopted = next((c for c in plan.contestants if c.verdict.startswith("adopted")), None)
+        adopted = plan.adopted
         own = None if adopted is None or adopted.measured is None else adopted.measured.gradient_ratio
         rows.append(
             Row(

@@ -89,10 +89,10 @@ class Calibrated:
 
     def proposals(self, policy: str, **changes: Any) -> Proposals:
         """What the planner proposes from the calibration, nothing run."""
-        from autoprec.planning.planner import propose
+        from autoprec.planning.planner import ask, propose
 
         chosen = load_policy(policy).replaced(**changes)
-        return propose(self.session.graph, self.session.profile, self.device, chosen)
+        return propose(ask(self.session.graph, self.session.profile, self.device, chosen))
 
     @property
     def fixed_bytes(self) -> int:
