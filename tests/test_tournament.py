@@ -102,8 +102,9 @@ def test_the_replayed_step_is_the_step() -> None:
         assert torch.equal(outcome.gradients[name], p.grad.flatten()), name
 
 
-def test_the_replayed_peak_is_that_of_a_step() -> None:
-    model = Transformer(width=64, depth=2, vocabulary=64)
+@pytest.mark.parametrize("pieces", [False, True])
+def test_the_replayed_peak_is_that_of_a_step(pieces: bool) -> None:
+    model = Transformer(width=64, depth=2, vocabulary=64, graph_break=pieces)
     batches = [torch.randint(0, 64, (4, 33)) for _ in range(3)]
     session = observed(model, batches, language_loss)
     plans = plans_of(session)
@@ -114,10 +115,11 @@ def test_the_replayed_peak_is_that_of_a_step() -> None:
 
         def step(live: nn.Module = live) -> None:
             language_loss(live, batches[-1]).backward()
+            autoprec.session(live).step()
 
         step()
         step()
-        assert outcomes[name].peak_bytes == pytest.approx(peak_bytes(step, CPU), rel=0.02), name
+        assert outcomes[name].peak_bytes == pytest.approx(peak_bytes(step, CPU), rel=0.03 if pieces else 0.02), name
 
 
 def test_change_of_loss_and_gradients() -> None:
@@ -148,10 +150,13 @@ def test_micro_batches_replay_the_last_and_pieces_replay_together() -> None:
     model = Stateful()
     autoprec.compile(model, policy=load_policy("balanced").replaced(calibration={"steps": 2}), events=None)
     session = autoprec.session(model)
+    calls = []
     for _ in range(3):
         loss_of(model, torch.randn(8, 16)).backward()
-    tournament = tournament_of(session)
-    assert len(session._calls) == 1 and tournament._calls == list(session._calls)
+        assert len(session._calls) == 1
+        calls += session._calls
+    tournament = Tournament(calls, session._guard.buffers.values(), "cpu")  # CUDA's sessions still have them all
+    assert tournament._calls == calls[-1:]
 
     broken = Transformer(width=32, depth=2, vocabulary=64, graph_break=True)
     session = observed(broken, [torch.randint(0, 64, (4, 33)) for _ in range(2)], language_loss)
@@ -217,9 +222,16 @@ def test_the_fastest_within_the_budgets_wins(proposals) -> None:
     assert plan.contestants[0].verdict == "its measured peak exceeds the budget by 1 B" and plan.budget_bytes == 100
 
 
-def test_of_equally_fast_ones_the_simplest(proposals) -> None:
-    assert winner(adopt(proposals, measured(fp32=1.0, bf16=0.996, fp16=2.0, solver=0.992), None)) == "fp32"
+def test_of_equally_fast_ones_fp32_then_the_smallest(proposals) -> None:
+    heavy = {"fp32": Measurement(seconds=1.0, ratio=1.0, peak_bytes=101)}
+    assert winner(adopt(proposals, measured(bf16=0.996, fp16=2.0, solver=0.992) | heavy, None)) == "fp32"
     assert winner(adopt(proposals, measured(fp32=1.0, bf16=0.905, fp16=2.0, solver=0.9), None)) == "bf16"
+    times = measured(fp32=1.0, bf16=0.9, fp16=2.0, solver=0.905)
+    heavy = {"bf16": dataclasses.replace(times["bf16"], peak_bytes=100 + 2048)}
+    plan = adopt(proposals, times | heavy, None)
+    assert winner(plan) == SOLVER
+    verdicts = {c.name: c.verdict for c in plan.contestants}
+    assert verdicts["bf16"] == "as fast within 1%, and takes 2 KiB more"
 
 
 def test_what_failed_or_did_not_run_is_not_adopted(proposals) -> None:
@@ -269,11 +281,11 @@ def test_compile_adopts_what_was_fastest(loop: str) -> None:
 def test_a_peak_that_was_predicted_too_low_is_found_and_mended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what is known of workspace the plan for a budget breaks it; measured, it is made again for less."""
     monkeypatch.setattr(Device, "workspace_by_key", {})
-    made: list[int] = []
+    made: list[Plan] = []
     plain = Tournament.run
 
     def counted(self: Tournament, plans):
-        made.append(len(plans))
+        made.append(plans[SOLVER])
         return plain(self, plans)
 
     monkeypatch.setattr(Tournament, "run", counted)
@@ -282,14 +294,15 @@ def test_a_peak_that_was_predicted_too_low_is_found_and_mended(monkeypatch: pyte
     batches = [(torch.randn(64, 64), torch.randint(0, 10, (64,))) for _ in range(3)]
     policy = load_policy("balanced").replaced(calibration={"steps": 3}, noise={"gradient": 1e3, "loss": 1e3})
     autoprec.compile(
-        model, policy=policy, budget="60%", batches=batches, loss_fn=lambda m, b: F.cross_entropy(m(b[0]), b[1]),
+        model, policy=policy, budget="53%", batches=batches, loss_fn=lambda m, b: F.cross_entropy(m(b[0]), b[1]),
         events=None,
     )  # fmt: skip
     plan = autoprec.session(model).plan
     assert plan is not None and plan.budget_bytes is not None
     own = plan.adopted
     assert own is not None and own.measured is not None and own.measured.peak_bytes <= 1.02 * plan.budget_bytes
-    assert len(made) > 1
+    peaks = [plan.predicted.peak_bytes for plan in made]
+    assert len(peaks) > 1 and peaks == sorted(set(peaks), reverse=True) and peaks[-1] == own.predicted.peak_bytes
     assert own.predicted.peak_bytes < own.measured.peak_bytes
 
 

@@ -11,7 +11,7 @@ from autoprec.plans import Contestant, Measurement, Plan
 
 __all__ = ["adopt", "runners"]
 
-#: Contestants within this share of the fastest are as fast: medians of few rounds on a quiet machine differ by less.
+#: Contestants within this share of the fastest are as fast: medians on a quiet machine differ by less.
 _TIE_FRAC = 0.01
 
 
@@ -22,8 +22,8 @@ def runners(proposals: Proposals) -> dict[str, Plan]:
 
 
 def adopt(proposals: Proposals, measured: Mapping[str, Measurement], budget_bytes: int | None) -> Plan:
-    """The fastest that keeps the budget; of equally fast ones FP32, then another uniform one. With the objective
-    "bytes", the solver's plan, and another one only where that cannot run or breaks the budget.
+    """The fastest that keeps the budget; of equally fast ones FP32, then the one with the lowest measured peak. With
+    the objective "bytes", the solver's plan, and another one only where that cannot run or breaks the budget.
 
     The plan carries every contestant. Where none is fit, the solver's plan stands by its predictions, and its verdict
     says what it breaks. `budget_bytes` is the one that counts; the proposals may have been made for a smaller one.
@@ -38,8 +38,12 @@ def adopt(proposals: Proposals, measured: Mapping[str, Measurement], budget_byte
             return unfit[p.name]
         if proposals.question.policy.objective == "bytes":
             return "keeps more bytes"
-        slower = measured[p.name].ratio / own.ratio - 1.0
-        return f"{slower:.1%} slower" if slower > _TIE_FRAC else f"as fast within {_TIE_FRAC:.0%}, and less simple"
+        other = measured[p.name]
+        if (slower := other.ratio / own.ratio - 1.0) > _TIE_FRAC:
+            return f"{slower:.1%} slower"
+        if winner.name != "fp32" and other.peak_bytes > own.peak_bytes:
+            return f"as fast within {_TIE_FRAC:.0%}, and takes {bytes_text(other.peak_bytes - own.peak_bytes)} more"
+        return f"as fast within {_TIE_FRAC:.0%}, and less simple"
 
     contestants = tuple(
         Contestant(
@@ -76,7 +80,8 @@ def _winner(proposals: Proposals, fit: list[Proposal], measured: Mapping[str, Me
     if proposals.question.policy.objective == "bytes":
         return min(fit, key=lambda p: (p is not proposals.best, p.solution.evaluation.saved_bytes))
     fastest = min(measured[p.name].ratio for p in fit)
-    return next(p for p in fit if measured[p.name].ratio <= (1.0 + _TIE_FRAC) * fastest)
+    equal = [p for p in fit if measured[p.name].ratio <= (1.0 + _TIE_FRAC) * fastest]
+    return min(equal, key=lambda p: (p.name != "fp32", measured[p.name].peak_bytes))
 
 
 def _why(proposals: Proposals, winner: Proposal, measured: Mapping[str, Measurement]) -> str:

@@ -10,8 +10,10 @@ import numpy as np
 from autoprec.devices import CastTiming, Device, OpTiming
 from autoprec.graphs import Op, OpClass, OpGraph, TensorKind, TensorSpec
 from autoprec.planning.brute_force import choices_count
+from autoprec.planning.planner import make_plan
 from autoprec.planning.problem import build_problem
 from autoprec.planning.values import Problem
+from autoprec.plans import Plan
 from autoprec.policies import Policy
 from autoprec.profiles import BINS, LossProfile, Profile, RangeHistogram, TensorProfile, WeightProfile
 
@@ -326,3 +328,32 @@ def modelled_device(graph: OpGraph) -> Device:
         if a != b
     )
     return Device(name="modelled", type="cuda", native=FORMATS, timings=found, casts=casts, source="modelled")
+
+
+#: Noise limits that bind little.
+LOOSE = {"gradient": 0.5, "loss": 10.0}
+
+
+def policy(formats=("fp32", "bf16"), **more) -> Policy:
+    return Policy.model_validate({"name": "test", "formats": formats, "noise": LOOSE, **more})
+
+
+def chain(*, rows: int = 4096, width: int = 512) -> tuple[Maker, OpGraph]:
+    """linear, relu, linear, gelu, linear, cross entropy."""
+    make = Maker(np.random.default_rng(0), calm=True)
+    x = make.tensor("input:x", (rows, width), kind=TensorKind.INPUT, grad=False)
+    h = make.linear(x, width, fqn="a")
+    h = make.op("relu", OpClass.POINTWISE, (h,), (rows, width), saves_output=True)
+    h = make.linear(h, width, fqn="b")
+    h = make.op("gelu", OpClass.POINTWISE, (h,), (rows, width), saves=(h,))
+    h = make.linear(h, width, fqn="c")
+    return make, make.graph(make.op("cross_entropy", OpClass.WIDE, (h,), (1,), saves=(h,)))
+
+
+def chain_case(**more) -> Case:
+    make, graph = chain()
+    return Case(graph, make.profile(graph), modelled_device(graph), policy(**more))
+
+
+def plan_of(case: Case, **more) -> Plan:
+    return make_plan(case.graph, case.profile, case.device, case.policy, banned=case.banned, **more)

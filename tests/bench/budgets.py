@@ -1,0 +1,92 @@
+"""Does a smaller budget ever mean a higher peak? `python -m tests.bench.budgets [NAME ...]`
+
+From what FP32 needs down to where no plan fits, in twentieths of what precision can change: the plan that `compile`
+adopts, its predicted and measured peak, and its seconds. Exit code 1 if a peak is higher than under a larger
+budget, or more than 1.02 of the budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+
+from tests.bench.__main__ import BUDGET_FRAC
+from tests.bench.measure import Calibrated, calibrate, one_thread
+from tests.bench.workloads import WORKLOADS
+
+#: What the allocator rounds differently from one run to another, of a peak.
+ROUNDING_FRAC = 0.002
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A budget and the adopted plan's peaks, in bytes beyond parameters, gradients, optimizer state and inputs."""
+
+    percent: int
+    budget_bytes: int
+    predicted_bytes: int
+    measured_bytes: int
+    seconds: float
+    adopted: str
+
+
+def descent(found: Calibrated, percents: range = range(100, 0, -5)) -> list[Point]:
+    """Budget after budget, until none fits."""
+    points: list[Point] = []
+    fixed = found.fixed_bytes
+    for percent in percents:
+        plan = found.planned("balanced", f"{percent}%")
+        if plan is None:
+            break
+        own = plan.adopted
+        assert own is not None and own.measured is not None and plan.budget_bytes is not None
+        points.append(
+            Point(
+                percent=percent,
+                budget_bytes=plan.budget_bytes - fixed,
+                predicted_bytes=own.predicted.peak_bytes - fixed,
+                measured_bytes=own.measured.peak_bytes - fixed,
+                seconds=own.measured.seconds,
+                adopted=own.name,
+            )
+        )
+    return points
+
+
+def misses(name: str, points: list[Point]) -> list[str]:
+    """Peaks that rise or break the budget, in words."""
+    found = [
+        f"{name}: {p.measured_bytes} bytes under {p.percent} % are {p.measured_bytes / p.budget_bytes:.3f} of it"
+        for p in points
+        if p.measured_bytes > (1.0 + BUDGET_FRAC) * p.budget_bytes
+    ]
+    for a, b in zip(points, points[1:], strict=False):
+        if b.measured_bytes > (1.0 + ROUNDING_FRAC) * a.measured_bytes:
+            found.append(f"{name}: the peak rises from {a.measured_bytes} bytes under {a.percent} % to"
+                         f" {b.measured_bytes} under {b.percent} %")  # fmt: skip
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.budgets")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(WORKLOADS))
+    given = parser.parse_args()
+    missed: list[str] = []
+    print("workload      budget %      MB  peak MB: predicted  measured  step ms  adopted", flush=True)
+    with one_thread():
+        for name in given.names or WORKLOADS:
+            points = descent(calibrate(WORKLOADS[name]))
+            for p in points:
+                print(
+                    f"{name:12} {p.percent:9} {p.budget_bytes / 1e6:7.2f} {p.predicted_bytes / 1e6:19.2f}"
+                    f" {p.measured_bytes / 1e6:9.2f} {p.seconds * 1e3:8.1f}  {p.adopted}",
+                    flush=True,
+                )
+            missed += misses(name, points)
+    print("\n".join(["", *(f"missed: {m}" for m in missed)]) if missed else "\nno peak rises")
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()
