@@ -119,7 +119,7 @@ def test_the_replayed_peak_is_that_of_a_step(pieces: bool) -> None:
 
         step()
         step()
-        assert outcomes[name].peak_bytes == pytest.approx(peak_bytes(step, CPU), rel=0.03 if pieces else 0.02), name
+        assert outcomes[name].peak_bytes == pytest.approx(peak_bytes(step, CPU), rel=0.05 if pieces else 0.02), name
 
 
 def test_change_of_loss_and_gradients() -> None:
