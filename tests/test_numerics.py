@@ -63,6 +63,19 @@ def test_packing_zeros_empties_and_non_finite_values() -> None:
         assert bool(found.isnan().all())  # never a finite number in place of an overflow
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_packing_piece_by_piece_is_packing_at_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for x in (images, images.to(memory_format=torch.channels_last), images.expand(2, 2, 3, 5, 7), images[:, 1]):
+        at_once = encode_e4m3(x)
+        with monkeypatch.context() as patch:
+            patch.setattr("autoprec.numerics.packing._CPU_PIECE", 11)
+            pieces = encode_e4m3(x)
+            assert torch.equal(pieces.payload, at_once.payload) and pieces.payload.stride() == at_once.payload.stride()
+            found = decode_e4m3(pieces, dtype)
+        assert torch.equal(found, decode_e4m3(at_once, dtype)) and found.dtype is dtype
+
+
 @pytest.mark.parametrize("shape", [(1,), (8,), (13,), (3, 5, 7), (0,)])
 def test_bits_come_back(shape: tuple[int, ...]) -> None:
     mask = torch.rand(shape) > 0.5
