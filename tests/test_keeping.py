@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import autoprec
 from autoprec.execution.measuring import saved_bytes
 from autoprec.graphs import Role
+from autoprec.numerics.keeping import keep_in, keeping, open_cell
 from autoprec.plans import Assignment, Plan, Storage
 
 Body = Callable[[Tensor, Tensor], Tensor]
@@ -249,3 +251,15 @@ def test_inf_and_nan_are_not_lost() -> None:
         x[3, 2] = bad
         autoprec.compile(model, plan=plan_of("fp8_e4m3", ":matmul#0"), events=None)
         assert not gradient(model, x)[1].isfinite().all()
+
+
+@pytest.mark.parametrize("storage", ["bf16", "fp8_e4m3"])
+def test_a_copy_lives_as_long_as_its_readers(storage: str) -> None:
+    """Once whoever keeps a tensor is done, its narrow copy is gone, though the op that made it is still to come."""
+    cell = open_cell(None, storage)
+    y = keeping(cell, [], [], (torch.randn(4, 8, requires_grad=True),), {}, F.gelu)
+    packed = keep_in(cell, y, storage)
+    assert packed is not None
+    alive = StorageWeakRef(packed.payload.untyped_storage())
+    del packed, cell
+    assert alive.expired() and y.grad_fn is not None
