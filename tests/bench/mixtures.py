@@ -1,0 +1,78 @@
+"""How well are peaks predicted of plans that nobody would make? `python -m tests.bench.mixtures [NAME ...] [--count N]`
+
+Random formats for all ops and roles, and random storages: predicted and measured peak of a step. Prints the quantiles
+of predicted / measured for each workload.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+
+import numpy as np
+import torch
+
+import autoprec
+from autoprec.execution.measuring import peak_bytes
+from autoprec.planning.evaluator import evaluate
+from autoprec.planning.polish import flips, tied_groups
+from autoprec.planning.uniform import uniform_choice
+from autoprec.planning.values import Choice, Problem, Solution
+from tests.bench.measure import Calibrated, calibrate, one_thread
+from tests.bench.workloads import WORKLOADS
+
+
+def mixture(problem: Problem, chance: random.Random) -> Choice:
+    """Random formats, and a random share of the tensors in random storages."""
+    groups = tied_groups(problem)
+    choice = uniform_choice(problem, "fp32")
+    for unit in range(len(problem.units)):
+        found = [choice, *(changed for _, changed in flips(problem, choice, groups, unit))]
+        choice = chance.choice(found)
+    share = chance.random()
+    for tensor in problem.storable:
+        if chance.random() < share:
+            choice = choice.keeping(tensor, chance.choice(problem.tensors[tensor].storages))
+    return choice
+
+
+def ratios(found: Calibrated, count: int) -> list[float]:
+    """Predicted over measured peak, beyond parameters, gradients, optimizer state and inputs."""
+    proposals = found.proposals("balanced", formats=("fp32", "bf16"), noise={"gradient": 1e6, "loss": 1e6})
+    problem, chance = proposals.problem, random.Random(0)
+    model = copy.deepcopy(found.model)
+    found_ratios = []
+    for _ in range(count):
+        choice = mixture(problem, chance)
+        evaluation = evaluate(problem, choice)
+        plan = proposals.decisions(Solution(choice=choice, evaluation=evaluation, bound=0.0))
+        torch._dynamo.reset()
+        autoprec.compile(model, plan=plan, events=None)
+
+        def step() -> None:
+            found.workload.loss(model, found.batches[0]).backward()
+            autoprec.session(model).step()
+
+        step()
+        step()
+        measured = peak_bytes(step, torch.device("cpu"))
+        autoprec.unwrap(model)
+        found_ratios.append((evaluation.peak_bytes - found.fixed_bytes) / measured)
+    return found_ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.mixtures")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(WORKLOADS))
+    parser.add_argument("--count", type=int, default=20)
+    given = parser.parse_args()
+    print("workload     plans  predicted / measured peak: lowest  quartile  median  quartile  highest", flush=True)
+    with one_thread():
+        for name in given.names or WORKLOADS:
+            spread = np.quantile(ratios(calibrate(WORKLOADS[name]), given.count), (0.0, 0.25, 0.5, 0.75, 1.0))
+            print(f"{name:12} {given.count:5} {'':26} " + "  ".join(f"{q:.3f}" for q in spread), flush=True)
+
+
+if __name__ == "__main__":
+    main()
