@@ -18,7 +18,7 @@ import torch
 
 from autoprec.plans import Plan
 from tests.bench.measure import AUTOCAST, PLAIN, Calibrated, Live, calibrate, one_thread, run_live
-from tests.bench.workloads import WORKLOADS, Workload
+from tests.bench.workloads import FEW_CHOICES, WORKLOADS, Workload
 
 #: Bars, from the issue: predicted against measured peak and time, the adopted plan against the best uniform one, a
 #: budget's slack, calibration against plain steps in seconds and in peak bytes.
@@ -155,10 +155,10 @@ def line(r: Row) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(WORKLOADS))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(WORKLOADS | FEW_CHOICES))
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    unknown = [n for n in given.names if n not in WORKLOADS]
+    unknown = [n for n in given.names if n not in WORKLOADS | FEW_CHOICES]
     if unknown:
         parser.error(f"unknown workload {unknown[0]!r}; there are {', '.join(WORKLOADS)}")
     rows: list[Row] = []
@@ -166,7 +166,7 @@ def main() -> None:
     print(HEAD, flush=True)
     with one_thread():
         for name in given.names or WORKLOADS:
-            own, costs[name] = rows_of(WORKLOADS[name])
+            own, costs[name] = rows_of((WORKLOADS | FEW_CHOICES)[name])
             rows += own
             for r in own:
                 print(line(r))

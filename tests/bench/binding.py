@@ -15,7 +15,7 @@ import sys
 from autoprec.formats import FP8_E5M2
 from autoprec.planning.noise import current_scale_log2, error_energy
 from tests.bench.measure import Calibrated, calibrate, one_thread
-from tests.bench.workloads import WORKLOADS
+from tests.bench.workloads import FEW_CHOICES, WORKLOADS
 
 
 def uniform_e5m2(found: Calibrated) -> tuple[float, float]:
@@ -42,13 +42,13 @@ def uniform_e5m2(found: Calibrated) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.binding")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(WORKLOADS))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(WORKLOADS | FEW_CHOICES))
     names = parser.parse_args().names or list(WORKLOADS)
     mixed, allowed = 0, []
     print("workload      E5M2: σ / limit  gradient / limit   formats under balanced; binding", flush=True)
     with one_thread():
         for name in names:
-            found = calibrate(WORKLOADS[name])
+            found = calibrate((WORKLOADS | FEW_CHOICES)[name])
             loss, gradient = uniform_e5m2(found)
             proposals = found.proposals("balanced")
             plan = proposals.plan(proposals.best.solution)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tests.bench.__main__ import BUDGET_FRAC
 from tests.bench.measure import Calibrated, calibrate, one_thread
-from tests.bench.workloads import WORKLOADS
+from tests.bench.workloads import FEW_CHOICES, WORKLOADS
 
 #: What the allocator rounds differently from one run to another, of a peak.
 ROUNDING_FRAC = 0.002
@@ -70,13 +70,13 @@ def misses(name: str, points: list[Point]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.budgets")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(WORKLOADS))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(WORKLOADS | FEW_CHOICES))
     given = parser.parse_args()
     missed: list[str] = []
     print("workload      budget %      MB  peak MB: predicted  measured  step ms  adopted", flush=True)
     with one_thread():
         for name in given.names or WORKLOADS:
-            points = descent(calibrate(WORKLOADS[name]))
+            points = descent(calibrate((WORKLOADS | FEW_CHOICES)[name]))
             for p in points:
                 print(
                     f"{name:12} {p.percent:9} {p.budget_bytes / 1e6:7.2f} {p.predicted_bytes / 1e6:19.2f}"

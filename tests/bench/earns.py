@@ -1,4 +1,4 @@
-"""Does planning earn its keep? `python -m tests.bench.earns [NAME ...] [--random N]`
+"""Does planning earn its keep? `python -m tests.bench.earns [NAME ...] [--random N] [--calibration N]`
 
 At equal bytes kept for backward, half-way between all FP32 and all BF16: the planner's choice of what is BF16 against
 the choice by size alone (the largest tensors first, until the bytes are reached) and against random orders. Size has no
@@ -34,7 +34,7 @@ from autoprec.planning.uniform import uniform_choice
 from autoprec.planning.values import Choice, Evaluation, Problem, Solution
 from autoprec.plans import Plan
 from tests.bench.measure import Calibrated, calibrate, one_thread
-from tests.bench.workloads import WORKLOADS
+from tests.bench.workloads import FEW_CHOICES, WORKLOADS
 
 #: Bars, from the issue.
 SIZE_FRAC, RANDOM_FRAC, BYTES_FRAC = 0.5, 0.5, 0.85
@@ -166,9 +166,9 @@ class Result:
         return found
 
 
-def study(name: str, orders: int) -> Result:
-    """One workload."""
-    found = calibrate(WORKLOADS[name])
+def study(name: str, orders: int, calibration: int) -> Result:
+    """One workload, calibrated on so many batches."""
+    found = calibrate((WORKLOADS | FEW_CHOICES)[name], calibration)
     proposals = by_bytes(found, 1e6)
     problem = proposals.problem
     wide, narrow = (evaluate(problem, uniform_choice(problem, f)).saved_bytes for f in ("fp32", "bf16"))
@@ -253,15 +253,16 @@ def at_noise(
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.earns")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(WORKLOADS))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(WORKLOADS | FEW_CHOICES))
     parser.add_argument("--random", type=int, default=50)
+    parser.add_argument("--calibration", type=int, default=BATCHES, help="batches")
     given = parser.parse_args()
     missed: list[str] = []
     print("workload     kept MB: fp32  half  bf16   loss change: planned  by size  by chance (median)   /size  /chance"
           "  predicted   bytes at equal noise / by size   best of all: /size, bytes", flush=True)  # fmt: skip
     with one_thread():
         for name in given.names or WORKLOADS:
-            r = study(name, given.random)
+            r = study(name, given.random, given.calibration)
             median = statistics.median(r.by_chance)
             print(
                 f"{name:12} {r.wide_bytes / 1e6:12.2f} {r.planned_bytes / 1e6:6.2f} ({r.by_size_bytes / 1e6:.2f})"

@@ -42,7 +42,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def warm(workload: Workload, seed: int = 0) -> tuple[nn.Module, list[Any]]:
+def warm(workload: Workload, count: int = BATCHES, seed: int = 0) -> tuple[nn.Module, list[Any]]:
     """The model after its warm steps in FP32, and the batches that follow."""
     torch.manual_seed(seed)
     generator = Generator().manual_seed(seed)
@@ -53,7 +53,7 @@ def warm(workload: Workload, seed: int = 0) -> tuple[nn.Module, list[Any]]:
         workload.loss(model, workload.batch(generator)).backward()
         optimizer.step()
     optimizer.zero_grad()
-    return model, [workload.batch(generator) for _ in range(BATCHES)]
+    return model, [workload.batch(generator) for _ in range(count)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +100,10 @@ class Calibrated:
         return fixed_bytes(self.session.graph)
 
 
-def calibrate(workload: Workload) -> Calibrated:
-    """Warm the model, calibrate it on eight batches, and time its ops in every format."""
+def calibrate(workload: Workload, count: int = BATCHES) -> Calibrated:
+    """Warm the model, calibrate it on so many batches, and time its ops in every format."""
     torch._dynamo.reset()
-    model, batches = warm(workload)
+    model, batches = warm(workload, count)
     plain = copy.deepcopy(model)
     workload.loss(plain, batches[0]).backward()
     begin = time.perf_counter()
@@ -112,7 +112,7 @@ def calibrate(workload: Workload) -> Calibrated:
     plain_seconds = time.perf_counter() - begin
     plain_peak = peak_bytes(lambda: workload.loss(plain, batches[0]).backward(), torch.device("cpu"))
     observed = copy.deepcopy(model)
-    policy = load_policy("balanced")
+    policy = load_policy("balanced").replaced(calibration={"steps": count})
     autoprec.compile(observed, policy=policy, events=None)
     session = autoprec.session(observed)
     workload.loss(observed, batches[0]).backward()  # what Dynamo takes to capture is its own

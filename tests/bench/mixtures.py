@@ -20,7 +20,7 @@ from autoprec.planning.polish import flips, tied_groups
 from autoprec.planning.uniform import uniform_choice
 from autoprec.planning.values import Choice, Problem, Solution
 from tests.bench.measure import Calibrated, calibrate, one_thread
-from tests.bench.workloads import WORKLOADS
+from tests.bench.workloads import FEW_CHOICES, WORKLOADS
 
 
 def mixture(problem: Problem, chance: random.Random) -> Choice:
@@ -64,13 +64,15 @@ def ratios(found: Calibrated, count: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.mixtures")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(WORKLOADS))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(WORKLOADS | FEW_CHOICES))
     parser.add_argument("--count", type=int, default=20)
     given = parser.parse_args()
     print("workload     plans  predicted / measured peak: lowest  quartile  median  quartile  highest", flush=True)
     with one_thread():
         for name in given.names or WORKLOADS:
-            spread = np.quantile(ratios(calibrate(WORKLOADS[name]), given.count), (0.0, 0.25, 0.5, 0.75, 1.0))
+            spread = np.quantile(
+                ratios(calibrate((WORKLOADS | FEW_CHOICES)[name]), given.count), (0.0, 0.25, 0.5, 0.75, 1.0)
+            )
             print(f"{name:12} {given.count:5} {'':26} " + "  ".join(f"{q:.3f}" for q in spread), flush=True)
 
 
