@@ -19,7 +19,7 @@ from autoprec.observing import Observations
 from autoprec.planning.contest import adopt, runners
 from autoprec.planning.planner import ask, by_prediction, propose
 from autoprec.planning.problem import optimizer_bytes
-from autoprec.planning.proposals import Proposals
+from autoprec.planning.proposals import Proposals, Question
 from autoprec.plans import Assignment, Measurement, Plan
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
@@ -71,12 +71,16 @@ class Scheduler:
         state = measured_optimizer_bytes or optimizer_bytes(self.policy.optimizer, graph.gradient_bytes)
         graph = self._observed.graph = replace(graph, optimizer_bytes=state)
         self.policy.check_against(graph)
-        assert self.device is not None
-        question = ask(graph, self._seen()[2], self.device, self.policy, banned=frozenset(self.banned))
-        proposals = propose(question)
+        proposals = propose(self._question(None))
         if tournament.empty or (proposals.problem.budget_bytes is None and len(proposals.all) == 1):
             return by_prediction(proposals)
         return _contest(proposals, tournament)
+
+    def _question(self, budget_bytes: int | None) -> Question:
+        _, graph, profile = self._seen()
+        assert self.device is not None
+        banned = frozenset(self.banned)
+        return ask(graph, profile, self.device, self.policy, budget_bytes=budget_bytes, banned=banned)
 
     def unstable(self, plan: Plan, window: Profile) -> tuple[Verdict, ...]:
         """What must leave its format, by the ranges of a window. They are remembered for planning again."""
@@ -90,18 +94,10 @@ class Scheduler:
     def plan_again(self, before: Plan) -> tuple[Plan, str]:
         """The plan without what was banned, and "" or why it does not keep the budgets: the promoted ops then run in
         FP32 and all else stays."""
-        graph, profile = self._observed.graph, self._observed.profile
         try:
-            if graph is None or profile is None or self.device is None:
+            if self._observed.profile is None or self.device is None:
                 raise InfeasibleError("the plan came from a file, without the profile that it was made from")
-            question = ask(
-                graph,
-                profile,
-                self.device,
-                self.policy,
-                budget_bytes=before.budget_bytes,
-                banned=frozenset(self.banned),
-            )
+            question = self._question(before.budget_bytes)
             fastest = None if before.adopted is None else before.adopted.name
             plan = by_prediction(propose(question, advise=False), prefer=fastest)
         except InfeasibleError as error:

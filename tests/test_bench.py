@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from tests.bench import budgets
 from tests.bench.__main__ import OBSERVED_PEAK, misses, rows_of
 from tests.bench.binding import uniform_e5m2
-from tests.bench.earns import narrowed
+from tests.bench.earns import narrowed, study
 from tests.bench.measure import calibrate, one_thread
+from tests.bench.mixtures import ratios
 from tests.bench.workloads import WORKLOADS
 
 
@@ -38,3 +42,25 @@ def test_default_limits_forbid_e5m2_for_everything_and_allow_a_mixture() -> None
     order = range(len(problem.units))
     fp32, some = narrowed(problem, order, lambda e: True), narrowed(problem, order, lambda e: False)
     assert set(fp32.options) == {0} and sum(k > 0 for k in some.options) > len(problem.units) // 2
+
+
+def test_planning_earns_its_keep() -> None:
+    """On the smallest workload: against choices by size and by chance."""
+    with one_thread():
+        found = study(WORKLOADS["mlp"], orders=11, calibration=16, exhaustive=0)
+    assert not found.misses
+
+
+def test_no_measured_peak_rises_when_the_budget_falls() -> None:
+    with one_thread():
+        points = budgets.descent(calibrate(WORKLOADS["mlp"]), range(100, 40, -15))
+    assert len(points) == 4 and points[-1].measured_bytes < points[0].measured_bytes
+    assert budgets.misses("mlp", points) == []
+    up, down = points[::-1], points[-1:]
+    assert "the peak rises" in budgets.misses("mlp", up)[0]
+    assert "of it" in budgets.misses("mlp", [replace(down[0], budget_bytes=down[0].measured_bytes // 2)])[0]
+
+
+def test_of_random_mixtures_no_predicted_peak_is_far_too_low() -> None:
+    with one_thread():
+        assert min(ratios(calibrate(WORKLOADS["mlp"]), 4)) > 0.95

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -276,6 +279,23 @@ def test_an_interrupted_command(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("autoprec.cli.doctor.show_doctor", interrupted)
     assert run("doctor")[:2] == (130, "")
+
+
+def test_an_interrupt_that_was_dropped_comes_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when C++ asks Python for an attribute, and drops what is raised there."""
+
+    def deaf(**_: object) -> int:
+        for _ in range(2):
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        time.sleep(60.0)
+        return 0
+
+    monkeypatch.setattr("autoprec.cli.doctor.show_doctor", deaf)
+    monkeypatch.setattr("autoprec.cli.interrupts.AGAIN_SECONDS", 0.05)
+    assert run("doctor")[:2] == (130, "")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])

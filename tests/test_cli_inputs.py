@@ -3,7 +3,6 @@ with typing errors, closed pipes, Ctrl-C. Always one sentence, the right exit co
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -18,7 +17,6 @@ import pytest
 from safetensors.numpy import save
 
 from autoprec import serial
-from autoprec.cli.interrupts import Interrupts
 from tests.campaigns import inputs
 
 CODE = "from autoprec.cli.main import main; main()"
@@ -154,14 +152,3 @@ def test_ctrl_c_while_calibrating(files: Path) -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err
     assert sorted(p.name for p in files.iterdir() if p.name != "__pycache__") == before
-
-
-def test_a_dropped_interrupt_is_remembered() -> None:
-    """As when C++ asks for an attribute and drops what is raised."""
-    with Interrupts() as interrupts:
-        interrupts.check()
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            next(interrupts.between([1]))
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -261,5 +261,6 @@ def test_a_copy_lives_as_long_as_its_readers(storage: str) -> None:
     packed = keep_in(cell, y, storage)
     assert packed is not None
     alive = StorageWeakRef(packed.payload.untyped_storage())
+    other = keeping(None, [cell], [y], (torch.randn(4, 8, requires_grad=True),), {}, F.gelu)  # does not keep it
     del packed, cell
-    assert alive.expired() and y.grad_fn is not None
+    assert alive.expired() and y.grad_fn is not None and other.grad_fn is not None

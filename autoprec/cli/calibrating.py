@@ -59,18 +59,15 @@ def write_calibration(target: str, out: Path, policy: str, device_out: Path | No
 def _observed(target: str, policy: Any) -> Any:
     """The session of the compiled model, with profile, graph and device."""
     import autoprec
-    from autoprec.cli.interrupts import Interrupts
     from autoprec.cli.targets import load_target
 
-    with Interrupts() as interrupts, progress_console().status("importing the target") as status:
+    with progress_console().status("importing the target") as status:
         found = load_target(target)
         model = autoprec.compile(found.model, policy=policy, events=None)
         session = autoprec.session(model)
         status.update("observing forward and backward passes")
         with found.running():
-            session.calibrate(interrupts.between(found.batches), found.loss_fn)
-        interrupts.check()
+            session.calibrate(found.batches, found.loss_fn)
         status.update("timing each distinct op in each format")
         session.measure_device()
-        interrupts.check()
     return session

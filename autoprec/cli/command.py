@@ -14,6 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
+from autoprec.cli.interrupts import heard_interrupts
+
 __all__ = ["BudgetText", "DeviceFile", "Json", "PolicyName", "app", "command"]
 
 INTERRUPTED, PIPE_CLOSED = 130, 141
@@ -51,7 +53,8 @@ def command(function: Callable[..., int]) -> Callable[..., None]:
         from autoprec.errors import AutoprecError
 
         try:
-            code = function(*args, **kwargs)
+            with heard_interrupts():
+                code = function(*args, **kwargs)
             sys.stdout.flush()
         except AutoprecError as error:
             print(f"autoprec: error: {error}", file=sys.stderr)

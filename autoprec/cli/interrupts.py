@@ -7,41 +7,35 @@ there is dropped, and a `KeyboardInterrupt` with it: the command would run on as
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Self
 
-__all__ = ["Interrupts"]
+__all__ = ["AGAIN_SECONDS", "heard_interrupts"]
+
+#: How long after a `KeyboardInterrupt` it is raised again: long enough to clean up, short for who waits.
+AGAIN_SECONDS = 1.0
 
 
-class Interrupts:
-    """While it is entered, remembers that there was one. Does nothing where somebody else handles SIGINT."""
+@contextmanager
+def heard_interrupts() -> Iterator[None]:
+    """While this lasts, Ctrl-C raises `KeyboardInterrupt` until it is heard, that is, until the block is left.
 
-    def __init__(self) -> None:
-        self._seen = False
-        self._before: Any = None
+    Changes nothing where somebody else handles the signals, and where there is no timer (not POSIX).
+    """
+    if not hasattr(signal, "setitimer") or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    alarm = signal.signal(signal.SIGALRM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGALRM, alarm)
 
-    def __enter__(self) -> Self:
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self._before = signal.signal(signal.SIGINT, self._handle)
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._seen = True
-        raise KeyboardInterrupt
-
-    def check(self) -> None:
-        """Raise `KeyboardInterrupt` if there was one."""
-        if self._seen:
-            raise KeyboardInterrupt
-
-    def between(self, items: Iterable[Any]) -> Iterator[Any]:
-        """The items, with a check before each and after the last."""
-        for item in items:
-            self.check()
-            yield item
-        self.check()
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
+    raise KeyboardInterrupt

@@ -90,11 +90,13 @@ def keeping(
     outer_pack, outer_unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or (_as_it_is, _as_it_is)
     cell_of = {x.untyped_storage()._cdata: cell for cell, x in zip(cells, reads, strict=True)}
     waiting: list[_Kept] = []
-    made = own is not None
+    # autograd holds `pack` until the op's backward pass is over, so what `pack` sees must not keep narrow copies alive
+    # that others have done with: whether there is a cell of its own, not the cell; the others' cells while it runs.
+    wait = own is not None
 
     def pack(x: Tensor) -> Any:
         cell = cell_of.get(x.untyped_storage()._cdata)
-        if cell is None and not made:
+        if cell is None and not wait:
             return outer_pack(x)
         kept = _Kept(x)
         if cell is not None:
@@ -114,9 +116,7 @@ def keeping(
             assert kept.tensor is not None
             mine = kept.tensor.untyped_storage()._cdata == result.untyped_storage()._cdata
             kept.close(own.part(kept.tensor) if mine else None, outer_pack)
-    # autograd holds `pack` until the op's backward pass is over: without this, the copies of others' tensors too.
     cell_of.clear()
-    waiting.clear()
     return result
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import torch
 
 from autoprec.plans import Plan
 from tests.bench.measure import AUTOCAST, PLAIN, Calibrated, Live, calibrate, one_thread, run_live
-from tests.bench.workloads import FEW_CHOICES, WORKLOADS, Workload
+from tests.bench.workloads import Workload, chosen, conclude
 
 #: Bars, from the issue: predicted against measured peak and time, the adopted plan against the best uniform one, a
 #: budget's slack, calibration against plain steps in seconds and in peak bytes.
@@ -155,18 +154,15 @@ def line(r: Row) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(WORKLOADS | FEW_CHOICES))
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    unknown = [n for n in given.names if n not in WORKLOADS | FEW_CHOICES]
-    if unknown:
-        parser.error(f"unknown workload {unknown[0]!r}; there are {', '.join(WORKLOADS)}")
+    workloads, given = chosen(parser)
     rows: list[Row] = []
     costs: dict[str, dict[str, float]] = {}
     print(HEAD, flush=True)
     with one_thread():
-        for name in given.names or WORKLOADS:
-            own, costs[name] = rows_of((WORKLOADS | FEW_CHOICES)[name])
+        for workload in workloads:
+            name = workload.name
+            own, costs[name] = rows_of(workload)
             rows += own
             for r in own:
                 print(line(r))
@@ -178,11 +174,10 @@ def main() -> None:
                 flush=True,
             )
     missed = misses(rows, costs)
-    print("\n".join(["", *(f"missed: {m}" for m in missed)]) if missed else "\nevery bar is met")
     if given.json:
         data = {"torch": torch.__version__, "rows": [asdict(r) for r in rows], "costs": costs, "missed": missed}
         given.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    sys.exit(1 if missed else 0)
+    conclude(missed, "every bar is met")
 
 
 if __name__ == "__main__":

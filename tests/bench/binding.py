@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 
 from autoprec.formats import FP8_E5M2
 from autoprec.planning.noise import current_scale_log2, error_energy
 from tests.bench.measure import Calibrated, calibrate, one_thread
-from tests.bench.workloads import FEW_CHOICES, WORKLOADS
+from tests.bench.workloads import chosen, conclude
 
 
 def uniform_e5m2(found: Calibrated) -> tuple[float, float]:
@@ -41,28 +40,27 @@ def uniform_e5m2(found: Calibrated) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.binding")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(WORKLOADS | FEW_CHOICES))
-    names = parser.parse_args().names or list(WORKLOADS)
+    workloads, _ = chosen(argparse.ArgumentParser(prog="python -m tests.bench.binding"))
     mixed, allowed = 0, []
     print("workload      E5M2: σ / limit  gradient / limit   formats under balanced; binding", flush=True)
     with one_thread():
-        for name in names:
-            found = calibrate((WORKLOADS | FEW_CHOICES)[name])
+        for workload in workloads:
+            found = calibrate(workload)
             loss, gradient = uniform_e5m2(found)
             proposals = found.proposals("balanced")
             plan = proposals.plan(proposals.best.solution)
             formats = {a.format for a in plan.assignments}
             mixed += len(formats) > 1
             if loss <= 1.0 and gradient <= 1.0:
-                allowed.append(name)
+                allowed.append(workload.name)
             print(
-                f"{name:12} {loss:16.2f} {gradient:17.2f}   {', '.join(plan.formats_used())}; {plan.binding}",
+                f"{workload.name:12} {loss:16.2f} {gradient:17.2f}   {', '.join(plan.formats_used())}; {plan.binding}",
                 flush=True,
             )
-    if allowed:
-        print(f"E5M2 for everything would keep the limits on: {', '.join(allowed)}")
-    sys.exit(1 if allowed or mixed < min(3, len(names)) else 0)
+    missed = [f"E5M2 for everything would keep the limits of {name}" for name in allowed]
+    if mixed < min(3, len(workloads)):
+        missed.append(f"two formats or more on {mixed} workloads")
+    conclude(missed, "E5M2 for everything is forbidden on each, and enough plans mix formats")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,11 @@ budget, or more than 1.02 of the budget.
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import dataclass
 
 from tests.bench.__main__ import BUDGET_FRAC
 from tests.bench.measure import Calibrated, calibrate, one_thread
-from tests.bench.workloads import FEW_CHOICES, WORKLOADS
+from tests.bench.workloads import chosen, conclude
 
 #: What the allocator rounds differently from one run to another, of a peak.
 ROUNDING_FRAC = 0.002
@@ -69,23 +68,20 @@ def misses(name: str, points: list[Point]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.budgets")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(WORKLOADS | FEW_CHOICES))
-    given = parser.parse_args()
+    workloads, _ = chosen(argparse.ArgumentParser(prog="python -m tests.bench.budgets"))
     missed: list[str] = []
     print("workload      budget %      MB  peak MB: predicted  measured  step ms  adopted", flush=True)
     with one_thread():
-        for name in given.names or WORKLOADS:
-            points = descent(calibrate((WORKLOADS | FEW_CHOICES)[name]))
+        for workload in workloads:
+            points = descent(calibrate(workload))
             for p in points:
                 print(
-                    f"{name:12} {p.percent:9} {p.budget_bytes / 1e6:7.2f} {p.predicted_bytes / 1e6:19.2f}"
+                    f"{workload.name:12} {p.percent:9} {p.budget_bytes / 1e6:7.2f} {p.predicted_bytes / 1e6:19.2f}"
                     f" {p.measured_bytes / 1e6:9.2f} {p.seconds * 1e3:8.1f}  {p.adopted}",
                     flush=True,
                 )
-            missed += misses(name, points)
-    print("\n".join(["", *(f"missed: {m}" for m in missed)]) if missed else "\nno peak rises")
-    sys.exit(1 if missed else 0)
+            missed += misses(workload.name, points)
+    conclude(missed, "no peak rises")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from autoprec.plans import Plan
 from autoprec.serial import load_policy
 from tests.bench.workloads import Workload
 
-__all__ = ["Calibrated", "Live", "calibrate", "one_thread", "run_live"]
+__all__ = ["Calibrated", "Live", "calibrate", "live_peak", "one_thread", "run_live"]
 
 BATCHES = 8
 
@@ -149,6 +149,24 @@ class Live:
     peak_bytes: int
 
 
+def train_on(workload: Workload, model: nn.Module, batch: Any) -> None:
+    """A step of a compiled model."""
+    workload.loss(model, batch).backward()
+    autoprec.session(model).step()
+
+
+def live_peak(found: Calibrated, plan: Plan) -> int:
+    """Peak bytes of a plan's step, beyond what was held before."""
+    torch._dynamo.reset()
+    model = copy.deepcopy(found.model)
+    autoprec.compile(model, plan=plan, events=None)
+    for _ in range(2):
+        train_on(found.workload, model, found.batches[0])
+    peak = peak_bytes(lambda: train_on(found.workload, model, found.batches[0]), torch.device("cpu"))
+    autoprec.unwrap(model)
+    return peak
+
+
 #: Contestants that are torch's own.
 PLAIN, AUTOCAST = "torch fp32", "torch autocast bf16"
 
@@ -167,11 +185,12 @@ def run_live(found: Calibrated, plans: Mapping[str, Plan | None]) -> dict[str, L
             autoprec.compile(models[name], plan=plan, events=None)
 
     def step(name: str, batch: Any) -> None:
+        if plans[name] is not None:
+            train_on(found.workload, models[name], batch)
+            return
         with torch.autocast("cpu", torch.bfloat16) if name == AUTOCAST else nullcontext():
             loss = found.workload.loss(models[name], batch)
         loss.backward()
-        if plans[name] is not None:
-            autoprec.session(models[name]).step()
 
     taken: dict[str, list[float]] = {name: [] for name in models}
     for name in models:

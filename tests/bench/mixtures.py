@@ -7,20 +7,16 @@ of predicted / measured for each workload.
 from __future__ import annotations
 
 import argparse
-import copy
 import random
 
 import numpy as np
-import torch
 
-import autoprec
-from autoprec.execution.measuring import peak_bytes
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.polish import flips, tied_groups
 from autoprec.planning.uniform import uniform_choice
 from autoprec.planning.values import Choice, Problem, Solution
-from tests.bench.measure import Calibrated, calibrate, one_thread
-from tests.bench.workloads import FEW_CHOICES, WORKLOADS
+from tests.bench.measure import Calibrated, calibrate, live_peak, one_thread
+from tests.bench.workloads import chosen
 
 
 def mixture(problem: Problem, chance: random.Random) -> Choice:
@@ -41,39 +37,24 @@ def ratios(found: Calibrated, count: int) -> list[float]:
     """Predicted over measured peak, beyond parameters, gradients, optimizer state and inputs."""
     proposals = found.proposals("balanced", formats=("fp32", "bf16"), noise={"gradient": 1e6, "loss": 1e6})
     problem, chance = proposals.problem, random.Random(0)
-    model = copy.deepcopy(found.model)
     found_ratios = []
     for _ in range(count):
         choice = mixture(problem, chance)
         evaluation = evaluate(problem, choice)
         plan = proposals.decisions(Solution(choice=choice, evaluation=evaluation, bound=0.0))
-        torch._dynamo.reset()
-        autoprec.compile(model, plan=plan, events=None)
-
-        def step() -> None:
-            found.workload.loss(model, found.batches[0]).backward()
-            autoprec.session(model).step()
-
-        step()
-        step()
-        measured = peak_bytes(step, torch.device("cpu"))
-        autoprec.unwrap(model)
-        found_ratios.append((evaluation.peak_bytes - found.fixed_bytes) / measured)
+        found_ratios.append((evaluation.peak_bytes - found.fixed_bytes) / live_peak(found, plan))
     return found_ratios
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.mixtures")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(WORKLOADS | FEW_CHOICES))
     parser.add_argument("--count", type=int, default=20)
-    given = parser.parse_args()
+    workloads, given = chosen(parser)
     print("workload     plans  predicted / measured peak: lowest  quartile  median  quartile  highest", flush=True)
     with one_thread():
-        for name in given.names or WORKLOADS:
-            spread = np.quantile(
-                ratios(calibrate((WORKLOADS | FEW_CHOICES)[name]), given.count), (0.0, 0.25, 0.5, 0.75, 1.0)
-            )
-            print(f"{name:12} {given.count:5} {'':26} " + "  ".join(f"{q:.3f}" for q in spread), flush=True)
+        for workload in workloads:
+            spread = np.quantile(ratios(calibrate(workload), given.count), (0.0, 0.25, 0.5, 0.75, 1.0))
+            print(f"{workload.name:12} {given.count:5} {'':26} " + "  ".join(f"{q:.3f}" for q in spread), flush=True)
 
 
 if __name__ == "__main__":

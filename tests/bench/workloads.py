@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from autoprec.demo.tasks import ByteTransformer
 from tests.bench import data
 
-__all__ = ["FEW_CHOICES", "WORKLOADS", "Workload"]
+__all__ = ["PLAIN_RECURRENT", "WORKLOADS", "Workload", "chosen", "conclude"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,18 +253,28 @@ WORKLOADS: dict[str, Workload] = {
     )
 }
 
-#: Models with next to nothing to choose, by name: no part of the suite's bars on choices.
-FEW_CHOICES: dict[str, Workload] = {
-    w.name: w
-    for w in (
-        Workload(
-            name="plain-recurrent",
-            description="two LSTM layers of width 192 and a two-layer head, 8 × 128 bytes as for the transformer",
-            build=PlainRecurrent,
-            optimizer=lambda parameters: AdamW(parameters, lr=2e-3),
-            batch=text_batch,
-            loss=next_byte_loss,
-            warm_steps=40,
-        ),
-    )
-}
+#: Beside the suite: a model with next to nothing to choose.
+PLAIN_RECURRENT = replace(
+    WORKLOADS["recurrent"],
+    name="plain-recurrent",
+    description="two LSTM layers of width 192 and a two-layer head, 8 × 128 bytes as for the transformer",
+    build=PlainRecurrent,
+)
+
+
+def chosen(parser: ArgumentParser) -> tuple[list[Workload], Namespace]:
+    """The workloads that a command names, by default the suite's, and its other arguments. Ends the command where there
+    is none of the name."""
+    known = WORKLOADS | {PLAIN_RECURRENT.name: PLAIN_RECURRENT}
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known))
+    given = parser.parse_args()
+    unknown = [n for n in given.names if n not in known]
+    if unknown:
+        parser.error(f"unknown workload {unknown[0]!r}; there are {', '.join(known)}")
+    return [known[n] for n in given.names or WORKLOADS], given
+
+
+def conclude(missed: Sequence[str], otherwise: str) -> NoReturn:
+    """End a command with what was missed and exit code 1, or with a good word and 0."""
+    print("\n".join(["", *(f"missed: {m}" for m in missed)]) if missed else f"\n{otherwise}")
+    sys.exit(1 if missed else 0)
