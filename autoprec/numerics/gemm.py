@@ -98,7 +98,8 @@ def _unscaled(ctx: Any, grad: Tensor, like: torch.dtype) -> Tensor:
     return (grad.mul_(2.0**-spec.scale_log2) if spec.scale_log2 else grad).to(like)
 
 
-#: Elements of a narrow tensor that are summed at a time: few enough for the caches, enough for torch to be busy.
+#: Elements of a narrow tensor that are summed at a time: few enough for the caches, enough for torch to be busy
+#: (docs/measurements/pieces.md).
 _SUMMED_AT_ONCE = 1 << 18
 
 

@@ -1,0 +1,64 @@
+"""How many elements at a time? `python -m tests.bench.pieces`: packing to E4M3 and sums over channels, on this CPU.
+
+One thread; sizes take turns, round by round; medians. Both make FP32 or BF16 tensors on the way, piece by piece; a
+piece of all elements is what one call of torch would do.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from autoprec.numerics import gemm, packing
+from tests.bench.measure import one_thread
+
+ROUNDS = 31
+#: log2 of the elements of a piece; the last holds all of them.
+SIZES = range(12, 23, 2)
+
+
+def times(call: Callable[[], object], use: Callable[[int], None]) -> dict[int, tuple[float, float, float]]:
+    """Size → seconds of a call with such pieces: lower quartile, median, upper quartile."""
+    taken: dict[int, list[float]] = {size: [] for size in SIZES}
+    for _ in range(ROUNDS):
+        for size in SIZES:
+            use(size)
+            begin = time.perf_counter()
+            call()
+            taken[size].append(time.perf_counter() - begin)
+    quartiles = {size: statistics.quantiles(t[1:], n=4) for size, t in taken.items()}
+    return {size: (q[0], q[1], q[2]) for size, q in quartiles.items()}
+
+
+def pack_in(size: int) -> None:
+    packing._CPU_PIECE = 1 << size
+
+
+def sum_in(size: int) -> None:
+    gemm._SUMMED_AT_ONCE = 1 << size
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    wide = torch.randn(1 << SIZES[-1])
+    narrow, channels = wide.bfloat16(), wide.bfloat16().view(64, 64, 32, 32)
+    packed = packing.encode_e4m3(wide)
+    cases: list[tuple[str, Callable[[], object], Callable[[int], None]]] = [
+        ("FP32 to E4M3", lambda: packing.encode_e4m3(wide), pack_in),
+        ("BF16 to E4M3", lambda: packing.encode_e4m3(narrow), pack_in),
+        ("E4M3 to FP32", lambda: packing.decode_e4m3(packed, torch.float32), pack_in),
+        ("sums over channels, BF16", lambda: gemm._channel_sums(channels), sum_in),
+    ]
+    print(f"{wide.numel()} elements; milliseconds, median (quartiles), by elements of a piece")
+    print(f"{'':26}" + "".join(f"{1 << size:>20,}" for size in SIZES), flush=True)
+    with one_thread():
+        for name, call, use in cases:
+            cells = (f"{m * 1e3:.1f} ({a * 1e3:.1f}-{b * 1e3:.1f})" for a, m, b in times(call, use).values())
+            print(f"{name:26}" + "".join(f"{cell:>20}" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()
