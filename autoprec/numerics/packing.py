@@ -18,8 +18,8 @@ from autoprec.numerics.dtypes import dtype_of
 
 __all__ = ["Packed", "amax_of", "decode", "decode_e4m3", "encode", "encode_e4m3", "pack_bits", "unpack_bits"]
 
-#: Elements that are packed at a time. On a CPU what is made on the way then fits the caches (docs/measurements/pieces.md);
-#: larger pieces keep a GPU busy.
+#: Elements that are packed at a time. On a CPU what is made on the way then fits the caches
+#: (docs/measurements/pieces.md); larger pieces keep a GPU busy.
 _CPU_PIECE, _PIECE = 1 << 18, 1 << 24
 
 _E4M3_MAX = 448.0
