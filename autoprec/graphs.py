@@ -45,12 +45,14 @@ class OpClass(StrEnum):
 
     GEMM: own formats per role, may keep its input in a narrow storage. POINTWISE and NORM: one format for what goes
     in and comes out (norms compute their statistics in FP32 inside). VIEW: carries the format of its input.
+    RECURRENT: one format for what goes in, parameters among it, and for what comes out; FP32 between the products.
     WIDE: always in the dtype that the user wrote. UNKNOWN: not in the table; treated as WIDE and reported.
     """
 
     GEMM = "gemm"
     POINTWISE = "pointwise"
     NORM = "norm"
+    RECURRENT = "recurrent"
     VIEW = "view"
     WIDE = "wide"
     UNKNOWN = "unknown"
@@ -140,7 +142,7 @@ class Op:
         """The roles that are decided for this op (none for views, wide and unknown ops)."""
         if self.op_class is OpClass.GEMM:
             return (Role.OUTPUT, Role.GRAD_INPUT, Role.GRAD_WEIGHT) if self.weights else (Role.OUTPUT,)
-        if self.op_class in (OpClass.POINTWISE, OpClass.NORM):
+        if self.op_class in (OpClass.POINTWISE, OpClass.NORM, OpClass.RECURRENT):
             return (Role.OUTPUT,)
         return ()
 

@@ -41,6 +41,9 @@ _FORMATS = ("fp32", "bf16", "fp16")
 #: Smaller differences between formats count as none; two timings of one op differ by about that much here.
 _NOISE_FRAC = 0.1
 
+#: Timing it would take longer than calibration (docs/measurements/recurrent.md).
+_SLOW_LSTM = "no FP16 arithmetic: torch's LSTM takes ten times as long as in FP32"
+
 K = TypeVar("K")
 
 
@@ -127,8 +130,7 @@ def _candidates(case: TimingCase, formats: Iterable[str]) -> tuple[str, ...]:
         return ()
     if case.op.op_class is OpClass.WIDE and not case.op.kind.startswith("hop."):
         return ("fp32",)  # nothing to decide, but its seconds and its workspace count
-    decided = case.op.op_class in (OpClass.GEMM, OpClass.POINTWISE, OpClass.NORM)
-    if not decided:
+    if case.op.op_class not in (OpClass.GEMM, OpClass.POINTWISE, OpClass.NORM, OpClass.RECURRENT):
         return ()
     return ("fp32",) if case.op.pinned else tuple(dict.fromkeys(("fp32", *formats)))
 
@@ -140,6 +142,9 @@ def _time_case(
     found: dict[str, _Runs] = {}
     lacking: list[NoKernel] = []
     for fmt in formats:
+        if case.op.op_class is OpClass.RECURRENT and fmt == "fp16" and fmt not in native_formats(device_type):
+            lacking.append(NoKernel(timing_key=key, format=fmt, reason=_SLOW_LSTM))
+            continue
         try:
             found[fmt] = _role_runs(case, fmt, device_type)
             for run in found[fmt].runs.values():
@@ -210,6 +215,8 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
     device = torch.device(device_type)
     with torch.enable_grad():
         held = {Role.OUTPUT: workspace_bytes(forward, device)}
+    if case.op.op_class is OpClass.RECURRENT:
+        y = y[0]  # the states that follow are parts of it, but for the last cells
     if not (isinstance(y, Tensor) and y.requires_grad):
         return _Runs(runs={Role.OUTPUT: without_graph}, private_bytes=private, workspace=held)
     g = torch.randn(y.shape, device=y.device).to(y.dtype)

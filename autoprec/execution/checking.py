@@ -34,11 +34,14 @@ class CheckingInterpreter(GraphInterpreter):
         result = super().run_node(n)
         captured = self.origin.get(n)
         op = self._op_of.get(captured) if captured is not None else None
-        if op is None or not isinstance(result, Tensor) or not result.is_floating_point():
+        if op is None:
             return result
         claimed = self._plan.format_of.get((op.id, Role.OUTPUT))
-        if claimed is not None and result.dtype is not dtype_of(claimed):
-            raise PlanError(f"{op.id} is planned in {claimed} but gives {result.dtype}; please report this model")
-        if result.dtype in (torch.float32, torch.bfloat16, torch.float16):
-            self.executed[op.id] = format_of(result.dtype)
+        for y in result if isinstance(result, (tuple, list)) else (result,):
+            if not isinstance(y, Tensor) or not y.is_floating_point():
+                continue
+            if claimed is not None and y.dtype is not dtype_of(claimed):
+                raise PlanError(f"{op.id} is planned in {claimed} but gives {y.dtype}; please report this model")
+            if y.dtype in (torch.float32, torch.bfloat16, torch.float16):
+                self.executed[op.id] = format_of(y.dtype)
         return result

@@ -151,6 +151,7 @@ class _Check:
             self.positive(("problem", "rows", i, "reference"), row.reference)
             self.positive(("problem", "rows", i, "limit"), row.limit)
             self.indices(("problem", "rows", i, "gemms"), row.gemms, len(p.gemms), "GEMM")
+            self.shares(("problem", "rows", i, "passing"), row.passing)
 
     # Parts
 

@@ -197,7 +197,11 @@ class Step:
             for t, saver in p.savers_at.get(node.moment, ()):
                 for k, share in saver.reached:
                     variance[k] += share * saver.noise_in(self.stored.get(t))
-        return [sum(self.weight_noise(p.gemms[k], variance) for k in row.gemms) for row in p.rows]
+        return [
+            sum(self.weight_noise(p.gemms[k], variance) for k in row.gemms)
+            + sum(energy * variance[k] for k, energy in row.passing)
+            for row in p.rows
+        ]
 
     def rounding(self, node: GradientNode) -> float:
         """The relative variance that an op's own roundings add to the gradient that it passes on."""

@@ -36,10 +36,13 @@ def gradient_nodes(
         if roots.is_view(op) and not any(t in roots.copied_from for t in op.outputs):
             continue
         outputs = [t for t in op.outputs if specs[t].requires_grad and specs[t].is_float32]
+        inner = prices.inner_weights(op)
         inputs = [
             t
             for t in dict.fromkeys(op.inputs)
-            if specs[t].requires_grad and specs[t].is_float32 and specs[t].kind is not TensorKind.PARAMETER
+            if specs[t].requires_grad
+            and specs[t].is_float32
+            and (specs[t].kind is not TensorKind.PARAMETER or t.removeprefix("param:") in inner)
         ]
         if outputs and (inputs or op.weights):
             passing.append((moment, op, inputs, outputs))

@@ -340,9 +340,10 @@ class Program:
         p = self.problem
         for row in p.rows:
             total = Linear()
+            for v, energy in p.reaching(row):
+                total.add(self.v[v], energy * self._worst[v] / row.limit)
             for k in row.gemms:
                 gemm = p.gemms[k]
-                total.add(self.v[gemm.variance], gemm.upstream * self._worst[gemm.variance] / row.limit)
                 for f, energy in gemm.gradient_noise:
                     event = self.any_of([self.is_in(u, f) for u in (gemm.output, gemm.grad_weight)])
                     total.add(event, min(energy / row.limit, _CAP))

@@ -156,8 +156,8 @@ def _gains(problem: Problem) -> tuple[_Matrix, dict[int, list[Any]]]:
     """
     reach = np.zeros((problem.variances, len(problem.rows)))
     for r, row in enumerate(problem.rows):
-        for k in row.gemms:
-            reach[problem.gemms[k].variance, r] += problem.gemms[k].upstream
+        for k, energy in problem.reaching(row):
+            reach[k, r] += energy
     gain = np.zeros((len(problem.nodes), len(problem.rows)))
     by_saver: dict[int, dict[int, Any]] = {t: {} for t in problem.storable}
     for n, node in enumerate(problem.nodes):

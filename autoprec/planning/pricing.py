@@ -34,6 +34,13 @@ def fp16_gradient_scale_log2(amax: float) -> int:
     return max(-126, min(126, exponent - 1))
 
 
+#: Roundings between the gradient that arrives at a layer of an LSTM and those that it passes on. The gradient of a gate
+#: is a product of the one that arrives, the output gate, tanh of the cell and two more kept activations; it is rounded
+#: itself, and multiplied by a weight or an input that is. Each rounds with about the same relative variance
+#: (python -m tests.recurrent_study, docs/measurements/recurrent.md).
+_LSTM_ROUNDINGS = 7
+
+
 class Prices:
     """A profile seen through a graph: energies per step, by tensor and op. Missing histograms are None."""
 
@@ -99,8 +106,19 @@ class Prices:
     def relative_variance(self, op: Op, fmt: Format) -> float:
         """Relative variance of rounding the gradient that arrives at an op's outputs.
 
-        Without a histogram: 2^(−2m)/12, the largest that in-range rounding can be.
+        Without a histogram: 2^(−2m)/12, the largest that in-range rounding can be. Recurrent layers round more than
+        that on the way to their inputs and weights: see `_LSTM_ROUNDINGS`.
         """
+        return self._roundings(op) * self._arriving_variance(op, fmt)
+
+    def _roundings(self, op: Op) -> int:
+        if op.op_class is not OpClass.RECURRENT:
+            return 1
+        specs = [self._graph.tensor_by_id.get(f"param:{w}") for w in op.weights]
+        matrices = sum(spec is not None and len(spec.shape) == 2 for spec in specs)
+        return _LSTM_ROUNDINGS * max(1, matrices // 2)
+
+    def _arriving_variance(self, op: Op, fmt: Format) -> float:
         error = energy = 0.0
         for t in op.outputs:
             histogram = self.gradients(t)
@@ -138,6 +156,19 @@ class Prices:
             return False
         spec = self._graph.tensor_by_id.get(f"param:{op.weights[0]}")
         return spec is None or spec.requires_grad
+
+    def inner_weights(self, op: Op) -> list[str]:
+        """Weights inside an op that is no product, whose gradients are judged by what arrives at it: the matrices of
+        recurrent layers."""
+        specs = [self._graph.tensor_by_id.get(f"param:{w}") for w in op.weights]
+        if op.op_class is not OpClass.RECURRENT:
+            return []
+        wanted = {s.id for s in specs if s is not None and s.requires_grad and len(s.shape) == 2}
+        return [w for w in op.weights if f"param:{w}" in wanted and self.reference(w) > 0.0]
+
+    def weight_energy(self, weight: str) -> float:
+        """E‖∇W‖² per step."""
+        return self._profile.weight_by_fqn[weight].energy
 
     def unjudged(self, op: Op) -> str:
         """Why the noise of this GEMM's weight gradient cannot be judged, or ""."""

@@ -313,6 +313,10 @@ class _Builder:
                 use = Use(moment=i, unit=saved_as, kept_from=self._made_again(path))
                 if use not in savers.setdefault(root, []):
                     savers[root].append(use)
+            if op.op_class is OpClass.RECURRENT and unit is not None:  # casts of its weights, for the backward pass
+                again = self._made_again(op.checkpoints)
+                for w in op.weights:
+                    savers.setdefault(f"param:{w}", []).append(Use(moment=i, unit=unit, kept_from=again))
         end = len(graph.ops) - 1
         for spec in graph.tensors:
             if spec.is_output:
@@ -355,7 +359,7 @@ class _Builder:
             numel=spec.numel,
             is_float32=spec.is_float32,
             wide_bytes=spec.numel * ITEM_BYTES.get(spec.dtype, 4) if activation else 0,
-            narrow_costs=spec.kind is not TensorKind.PARAMETER,
+            narrow_costs=spec.kind is not TensorKind.PARAMETER or bool(savers),
             birth=self.moment[producer] if producer is not None else first,
             born=born,
             inherits=root in self.roots.copied_from,
@@ -435,8 +439,15 @@ class _Builder:
             op = self.graph.op_by_id[op_id]
             if self.prices.has_row(op) and not self.prices.unjudged(op):
                 by_weight.setdefault(op.weights[0], []).append(k)
+        inner = {w: self.numbers[f"param:{w}"] for op in self.graph.ops for w in self.prices.inner_weights(op)}
         squared = float(self.policy.noise.gradient) ** 2
         return tuple(
-            WeightRow(weight=w, reference=(r := self.prices.reference(w)), limit=squared * r, gemms=tuple(k))
-            for w, k in by_weight.items()
+            WeightRow(
+                weight=w,
+                reference=(r := self.prices.reference(w)),
+                limit=squared * r,
+                gemms=tuple(by_weight.get(w, ())),
+                passing=((inner[w], self.prices.weight_energy(w)),) if w in inner else (),
+            )
+            for w in dict.fromkeys((*by_weight, *inner))
         )

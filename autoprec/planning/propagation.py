@@ -74,13 +74,12 @@ class Propagation:
                     growing.setdefault(k, []).append((False, number[id(saver)], share))
         ups: tuple[list[int], list[int], list[float]] = ([], [], [])
         for r, row in enumerate(problem.rows):
-            for k in row.gemms:
-                gemm = problem.gemms[k]
-                unknown = read(gemm.variance)
-                if unknown is not None and gemm.upstream:
+            for k, energy in problem.reaching(row):
+                unknown = read(k)
+                if unknown is not None and energy:
                     ups[0].append(r)
                     ups[1].append(unknown)
-                    ups[2].append(gemm.upstream / row.limit)
+                    ups[2].append(energy / row.limit)
         size = self._unknowns
         diagonal = list(range(size))
         system = csc_array((shares + [1.0] * size, (rows + diagonal, columns + diagonal)), shape=(size, size))

@@ -55,8 +55,8 @@ def _flowing(op: Op, graph: OpGraph) -> list[str]:
 
 
 def _summed(op: Op, graph: OpGraph) -> list[str]:
-    """Parameters that a pointwise op reads in its own format."""
-    if op.op_class is not OpClass.POINTWISE:
+    """Parameters that an op without roles of gradients reads in its own format."""
+    if op.op_class not in (OpClass.POINTWISE, OpClass.RECURRENT):
         return []
     return [t for t in op.inputs if graph.tensor_by_id[t].kind is TensorKind.PARAMETER]
 

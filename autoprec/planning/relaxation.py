@@ -4,7 +4,7 @@ Priced are bytes at the moments that were asked for, the loss row, and every wei
 ≥ 0 the least priced sum is a lower bound of the objective. A weight's row has two parts: what its own roundings add is
 known in one table, what comes from above is linear in roundings everywhere. So an entry of that table is worth what it
 leaves for the variance from above, but not more than the most that can come, and an entry that leaves less than the
-least that must come is forbidden.
+least that must come is forbidden. A row without such a table leaves its whole limit.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ class Relaxation:
                 np.add.at(own, g.noise.place, g.noise.amount.min(axis=1))
                 np.add.at(tables, g.noise.place, 1)
         cap = np.where(tables == 1, np.minimum(most, self._limit - own), np.inf)
+        self._untouched = np.where(tables == 0, self._limit, 0.0)
         self._credits: dict[int, _Floats] = {}
         for g in self.groups:
             if g.noise is not None:
@@ -150,6 +151,7 @@ class Relaxation:
                 loss, constant = price, constant - price * self.loss_limit
             else:
                 constant -= price * self._moment(limit.place)[2]
+        constant -= float(rows @ self._untouched)
         entering = self.propagation.prices(rows + TERTIARY)
         for g in self.groups:
             mine = buffer[g.start : g.end].reshape(g.base.shape)
@@ -191,7 +193,7 @@ class Relaxation:
         above = self.propagation.rows(entering)
         objective += TERTIARY * float(above.sum())
         bytes_at = self.tables.steady + np.rint(np.cumsum(change[:-1])).astype(np.int64)
-        return Totals(objective, loss, own + above, bytes_at, above - left)
+        return Totals(objective, loss, own + above, bytes_at, above - left - self._untouched)
 
     def over(self, totals: Totals, limit: Limit) -> float:
         """By how much an assignment exceeds a limit, as a share of it (of the room, for bytes); negative below it."""

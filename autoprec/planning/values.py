@@ -6,6 +6,7 @@ Moments. A graph of n ops has 2n moments: op i runs forward at moment i and back
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -119,7 +120,7 @@ class PlanTensor:
         numel: number of elements.
         is_float32: others are never cast; all their uses have unit None.
         wide_bytes: bytes of the copy in FP32 (or as it is); 0 where it is counted among the fixed bytes.
-        narrow_costs: whether copies in other formats cost bytes (not for parameters).
+        narrow_costs: whether copies in other formats cost bytes (of parameters, where an op keeps them).
         birth: moment of the op that makes it; of its first reader for inputs, parameters and buffers.
         born: the unit whose format it is born in; None is FP32.
         inherits: its values are those of another tensor (a copying view), so its birth rounds nothing anew.
@@ -236,12 +237,17 @@ class GradientNode:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightRow:
-    """The gradient criterion of one weight: the sum over its GEMMs is at most `limit` = noise² · `reference`."""
+    """The gradient criterion of one weight: the sum over its GEMMs is at most `limit` = noise² · `reference`.
+
+    `passing` is for weights inside other ops: (variance, energy), what the relative variance of the weight's own
+    gradient is multiplied by.
+    """
 
     weight: str
     reference: float
     limit: float
     gemms: tuple[int, ...]
+    passing: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,6 +327,11 @@ class Problem:
         """Root tensor id → tensor."""
         return {t.id: i for i, t in enumerate(self.tensors)}
 
+    def reaching(self, row: WeightRow) -> Iterator[tuple[int, float]]:
+        """(variance, energy): what the relative variances that arrive at a row are multiplied by."""
+        yield from ((self.gemms[k].variance, self.gemms[k].upstream) for k in row.gemms)
+        yield from row.passing
+
     @cached_property
     def storable(self) -> tuple[int, ...]:
         """Tensors whose storage is decided."""
@@ -391,6 +402,6 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """(objective − bound) / objective; 0.0 when proven optimal."""
+        """(objective − bound) / objective; 0.0 when proven optimal, up to what HiGHS lets a row be broken by (1e-7)."""
         gap = (self.evaluation.objective - self.bound) / max(abs(self.evaluation.objective), 1e-300)
-        return gap if gap > 1e-8 else 0.0
+        return gap if gap > 1e-7 else 0.0

@@ -273,7 +273,7 @@ class _Rewriter:
         self.put(op.node, new, fmt, changed)
 
     def visit_planned(self, op: OpNode) -> None:
-        if op.op_class not in (OpClass.GEMM, OpClass.POINTWISE, OpClass.NORM):
+        if op.op_class not in (OpClass.GEMM, OpClass.POINTWISE, OpClass.NORM, OpClass.RECURRENT):
             raise PlanError(f"the plan gives {op.id} a format, but {op.kind} is {op.op_class.value}: it takes none")
         formats = {role: f for role in Role if (f := self.plan.format_of.get((op.id, role))) is not None}
         fmt = formats[Role.OUTPUT]

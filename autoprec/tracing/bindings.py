@@ -333,9 +333,10 @@ class _Walk:
         if changed is not None:
             # In-place ops compute in the format of the memory that they change.
             return OpClass.VIEW if op_class in (OpClass.POINTWISE, OpClass.NORM, OpClass.VIEW) else op_class
-        if op_class in (OpClass.GEMM, OpClass.POINTWISE, OpClass.NORM):
+        if op_class in (OpClass.GEMM, OpClass.POINTWISE, OpClass.NORM, OpClass.RECURRENT):
             result = node.meta.get("example_value")
-            results = result if isinstance(result, (tuple, list)) and kind == FUNCTION else (result,)
+            several = kind == FUNCTION or op_class is OpClass.RECURRENT
+            results = result if isinstance(result, (tuple, list)) and several else (result,)
             if not all(map(returns_float32, results)) or "out" in node.kwargs or "dtype" in node.kwargs:
                 return OpClass.WIDE
             dtypes = {n.meta["example_value"].dtype for n in arguments}
@@ -376,7 +377,7 @@ class _Walk:
             if returns_float32(node.meta.get("example_value")) and not gives_back:
                 self._promised.add(node)
             return False
-        carried = op_class is not OpClass.GEMM and promised
+        carried = op_class not in (OpClass.GEMM, OpClass.RECURRENT) and promised
         if carried:
             self._promised.add(node)
         return carried and op_class in (OpClass.POINTWISE, OpClass.NORM)

@@ -97,6 +97,14 @@ class Maker:
         inputs = (x, f"param:{weight}")
         return self.op("linear", OpClass.GEMM, inputs, (rows, size), saves=inputs, weights=(weight,), fqn=fqn)
 
+    def lstm(self, x: str) -> str:
+        """Of as many units as the input has; the weights' shapes are made up."""
+        (rows, width), fqn = self.tensors[x].shape, f"r{len(self.ops)}"
+        names = (f"{fqn}.weight_ih_l0", f"{fqn}.weight_hh_l0")
+        own = tuple(self.tensor(f"param:{n}", (4 * width, width), kind=TensorKind.PARAMETER) for n in names)
+        return self.op("lstm", OpClass.RECURRENT, (x, *own), (rows, width), saves=(x,), saves_output=True,
+                       weights=names, private=16 * rows, fqn=fqn)  # fmt: skip
+
     def norm(self, x: str) -> str:
         shape, fqn = self.tensors[x].shape, f"n{len(self.ops)}"
         scale = self.tensor(f"param:{fqn}.weight", shape[-1:], kind=TensorKind.PARAMETER)
@@ -136,15 +144,18 @@ class Maker:
             )
         by_id = {t.id: t for t in found}
         weights = []
-        for op in gemms.values():
-            if (found_x := by_id[op.outputs[0]].input_weight_grad) is None:
+        inner = [(w, by_id[f"param:{w}"].gradients) for op in graph.ops if op.op_class is OpClass.RECURRENT
+                 for w in op.weights]  # fmt: skip
+        products = [(op.weights[0], by_id[op.outputs[0]].input_weight_grad) for op in gemms.values()]
+        for weight, seen in (*products, *inner):
+            if seen is None:
                 continue
-            energy = found_x.energy / STEPS
+            energy = seen.energy / STEPS
             wide = rng.uniform(-0.3, 0.5) if self.calm else rng.uniform(-2, 1)
             mean, spread = rng.normal(size=8) * np.sqrt(energy / 8), energy * 10.0**wide
             squares = STEPS * float(mean @ mean) + (STEPS - 1) * spread
-            if op.weights[0] not in [w.fqn for w in weights]:
-                weights.append(WeightProfile(fqn=op.weights[0], grad_sum=mean * STEPS, grad_square_sum=squares,
+            if weight not in [w.fqn for w in weights]:
+                weights.append(WeightProfile(fqn=weight, grad_sum=mean * STEPS, grad_square_sum=squares,
                                              fraction=1.0, steps=STEPS))  # fmt: skip
         loss = LossProfile(steps=STEPS, total=8.0, square_total=16.0 + 10.0 ** rng.uniform(-4, 0))
         return Profile(graph_fingerprint=graph.fingerprint, steps=STEPS, tensors=tuple(found),
@@ -210,7 +221,7 @@ def random_graph(rng: np.random.Generator) -> tuple[Maker, OpGraph]:
         x = live[-1] if rng.random() < 0.6 else live[int(rng.integers(len(live)))]
         y = live[int(rng.integers(len(live)))]
         kind = str(rng.choice(["linear", "linear", "add", "relu", "gelu", "norm", "view", "copy", "softmax", "matmul",
-                               "relu_", "iadd"]))  # fmt: skip
+                               "relu_", "iadd", "lstm"]))  # fmt: skip
         if kind == "linear" and linears < 3:
             linears += 1
             tied = make.weights[0] if make.weights and rng.random() < 0.2 else ""
@@ -221,6 +232,8 @@ def random_graph(rng: np.random.Generator) -> tuple[Maker, OpGraph]:
             out = make.op("relu", OpClass.POINTWISE, (x,), shape, saves_output=True)
         elif kind == "norm":
             out = make.norm(x)
+        elif kind == "lstm":
+            out = make.lstm(x)
         elif kind == "view":
             out = make.op("view", OpClass.VIEW, (x,), shape, base=x)
         elif kind == "copy":
