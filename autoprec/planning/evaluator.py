@@ -198,8 +198,8 @@ class Step:
                 for k, share in saver.reached:
                     variance[k] += share * saver.noise_in(self.stored.get(t))
         return [
-            sum(self.weight_noise(p.gemms[k], variance) for k in row.gemms)
-            + sum(energy * variance[k] for k, energy in row.passing)
+            sum((self.weight_noise(p.gemms[k], variance) for k in row.gemms), 0.0)
+            + sum((energy * variance[k] for k, energy in row.passing), 0.0)
             for row in p.rows
         ]
 
