@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.bench import budgets
+from tests.bench import budgets, categories
 from tests.bench.__main__ import OBSERVED_PEAK, misses, rows_of
 from tests.bench.binding import uniform_e5m2
 from tests.bench.earns import narrowed, study
@@ -59,6 +59,14 @@ def test_no_measured_peak_rises_when_the_budget_falls() -> None:
     up, down = points[::-1], points[-1:]
     assert "the peak rises" in budgets.misses("mlp", up)[0]
     assert "of it" in budgets.misses("mlp", [replace(down[0], budget_bytes=down[0].measured_bytes // 2)])[0]
+
+
+def test_every_category_of_bytes_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with one_thread():
+        found = calibrate(WORKLOADS["mlp"])
+        assert [c.miss for c in categories.of_workload(found) if c.miss] == []
+        monkeypatch.setattr(categories, "optimizer_bytes", lambda kind, size: size)
+        assert {c.name for c in categories.of_workload(found) if c.miss} == {"optimizer state"}
 
 
 def test_of_random_mixtures_no_predicted_peak_is_far_too_low() -> None:
