@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoprec.calibration.foreseeing import foresee
 from autoprec.calibration.observer import ObservingInterpreter, StepObserver
 from autoprec.calibration.structure import StructureRecorder, TimingCase
 from autoprec.execution.replay import CallRecord, shadow, shadow_arguments
@@ -30,6 +31,7 @@ class Observations:
         cases: a call of each distinct op (timing needs them), by timing key.
         profile: what calibration recorded so far; None before the first observed step.
         steps: optimizer steps in it (`profile.steps` counts backward passes).
+        foreseen: whether the structure of a graph was foreseen, because calibration runs under a provisional plan.
     """
 
     def __init__(self, describe: Callable[[StructureRecorder], OpGraph]) -> None:
@@ -38,6 +40,8 @@ class Observations:
         self.cases: dict[str, TimingCase] = {}
         self.profile: Profile | None = None
         self.steps = 0
+        self.foreseen = False
+        self._expected: StructureRecorder | None = None
         self.window: Profile | None = None
         self._observer: StepObserver | None = None
         self._structure: StructureRecorder | None = None
@@ -61,8 +65,21 @@ class Observations:
         if self._observer is None:
             return slot.run(arguments)
         rewritten = slot.rewritten is not None
+        if rewritten and self._observer.sensitivities and self._structure is not None:
+            foresee(slot.binding, arguments, self._structure)
+            self.foreseen = True
         interpreter = ObservingInterpreter(slot.module, slot.origin, slot.binding, self._observer, rewritten=rewritten)
         return interpreter.run(*arguments)
+
+    def expect(self, slot: Slot, arguments: Sequence[Any]) -> tuple[OpGraph, dict[str, TimingCase]]:
+        """The graph of all slots that were asked about, and a call of each distinct op, without running any.
+
+        Raises whatever torch says where a graph looks at values.
+        """
+        if self._expected is None:
+            self._expected = StructureRecorder()
+        foresee(slot.binding, arguments, self._expected)
+        return self._describe(self._expected), self._expected.cases
 
     def drop(self) -> None:
         """Forget the step in progress (a bad one, or one that was not captured whole)."""

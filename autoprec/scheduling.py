@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from autoprec.calibration.foreseeing import with_private_bytes
 from autoprec.calibration.structure import TimingCase
 from autoprec.calibration.timing import measure_casts, time_ops
 from autoprec.devices import Device
 from autoprec.errors import InfeasibleError, InputError
+from autoprec.execution.slots import Slot
 from autoprec.execution.tournament import Outcome, Tournament
 from autoprec.graphs import OpGraph
 from autoprec.monitoring.judging import Verdict, judge
 from autoprec.observing import Observations
 from autoprec.planning.contest import adopt, runners
-from autoprec.planning.planner import ask, by_prediction, propose
+from autoprec.planning.planner import ask, by_prediction, fp32_totals, propose, uniform_plan
 from autoprec.planning.problem import optimizer_bytes
 from autoprec.planning.proposals import Proposals, Question
 from autoprec.plans import Assignment, Measurement, Plan
-from autoprec.policies import Policy
+from autoprec.policies import Policy, parse_budget
 from autoprec.profiles import Profile
 
 __all__ = ["Scheduler"]
+
+
+#: Peak of an observed step in those of a plain one (python -m tests.bench: 1.04 to 1.08).
+OBSERVED_FRAC = 1.1
 
 
 class Scheduler:
@@ -54,10 +61,43 @@ class Scheduler:
         Raises `InputError` if nothing was observed yet.
         """
         cases, _, _ = self._seen()
+        self.device = self._timed(cases, self.policy.formats)
+        return self.device
+
+    def _timed(self, cases: Mapping[str, TimingCase], formats: Iterable[str]) -> Device:
         with torch.random.fork_rng(devices=cuda_devices(self._device_type)):
             known = self.device if self.device is not None else measure_casts(self._device_type)
-            self.device = time_ops(cases, self.policy.formats, known)
-        return self.device
+            return time_ops(cases, formats, known)
+
+    def provisional_plan(self, slot: Slot, arguments: Sequence[Any], state_bytes: int) -> tuple[Plan | None, str]:
+        """Before a graph is first observed: BF16 for everything that may have it, where an observed FP32 step is
+        predicted to exceed the budget's bytes or the device's memory; None where it fits. And what people should know.
+
+        `state_bytes` is what the optimizer holds, 0 before its first step.
+        """
+        budget = parse_budget(self.policy.budget)
+        limits = [] if budget is None or budget.bytes is None else [budget.bytes]
+        if not limits and self._device_type != "cuda":
+            return None, ""
+        try:
+            graph, cases = self._observed.expect(slot, arguments)
+        except Exception as error:  # whatever torch cannot do without values; an FP32 step may fit all the same
+            return None, f"cannot tell whether fp32 fits, calibrating in it: {type(error).__name__}: {error}"
+        formats = tuple(dict.fromkeys((*self.policy.formats, "fp32", "bf16")))
+        self.device = self._timed(cases, formats)
+        if self._device_type == "cuda":
+            free, _ = torch.cuda.mem_get_info()
+            spare = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            limits.append(free + spare + graph.parameter_bytes + state_bytes)
+        state = state_bytes or optimizer_bytes(self.policy.optimizer, graph.gradient_bytes)
+        graph = replace(with_private_bytes(graph, self.device), optimizer_bytes=state)
+        nothing = Profile(graph_fingerprint=graph.fingerprint, steps=1, tensors=())
+        need = math.ceil(OBSERVED_FRAC * fp32_totals(graph, nothing, self.device, self.policy).peak_bytes)
+        if need <= min(limits):
+            return None, ""
+        policy = self.policy.replaced(formats=formats, storage={"formats": ()}, budget=None)
+        plan = uniform_plan(ask(graph, nothing, self.device, policy), "bf16")
+        return plan, f"an observed step in fp32 may take {need} bytes, of {min(limits)}: calibrating in bf16"
 
     def first_plan(self, measured_optimizer_bytes: int, tournament: Tournament) -> Plan:
         """Plan from what calibration recorded, and let the proposals run against each other.
@@ -69,6 +109,9 @@ class Scheduler:
         self.measure_device()
         _, graph, _ = self._seen()
         state = measured_optimizer_bytes or optimizer_bytes(self.policy.optimizer, graph.gradient_bytes)
+        if self._observed.foreseen:
+            assert self.device is not None
+            graph = with_private_bytes(graph, self.device)
         graph = self._observed.graph = replace(graph, optimizer_bytes=state)
         self.policy.check_against(graph)
         proposals = propose(self._question(None))

@@ -101,6 +101,7 @@ class Session:
         self._parts: list[nn.Module] = []
         self._calls: deque[CallRecord] = deque(maxlen=_MOST_CALLS)
         self._ran: set[Slot] = set()
+        self._weighed: set[Slot] = set()
         self._bad_in_row = 0
         self._incident = ""
         dispatch.adopt(list(self._parameters.values()), self)
@@ -213,6 +214,8 @@ class Session:
             self._calls.clear()  # micro-batches that are known to be good: nobody will replay them
         record = record_call(slot.binding, arguments)
         self._calls.append(record)
+        if self.calibrating and slot.plan is None and slot not in self._weighed:
+            self._weigh(slot, arguments)
         outputs = self._observed.run(slot, arguments)
         keeper = partial(keep_gradient, record, self._guard.covered, slot.binding.parameters)
         for i, y in enumerate(outputs if isinstance(outputs, (tuple, list)) else (outputs,)):
@@ -266,7 +269,7 @@ class Session:
         self._incident = incident.evidence
         trigger = "overflow" if incident.cause else "nonfinite"
         self._event("bad_step", op=incident.op, was=incident.cause, trigger=trigger, evidence=incident.evidence)
-        if incident.cause:
+        if incident.cause and self.plan is not None:
             self._promote(incident.op, incident.cause, "overflow", f"{incident.evidence}; finite in fp32")
             self._observed.learn_from_replay(self._calls, self._guard.buffers.values())
             self._replan()
@@ -314,6 +317,16 @@ class Session:
         return True
 
     # Calibration, planning, monitoring -------------------------------------------------------------------------
+
+    def _weigh(self, slot: Slot, arguments: Sequence[Any]) -> None:
+        """Before a graph is first observed: where an FP32 step would not fit, calibrate under a provisional plan."""
+        self._weighed.add(slot)
+        plan, evidence = self._scheduler.provisional_plan(slot, arguments, self._guard.optimizer_bytes)
+        if plan is not None:
+            for known in self._slots.values():
+                known.adopt(plan, self._device_type)
+        if evidence:
+            self._log.add_once(self.steps, "warning", trigger="memory", evidence=evidence)
 
     def _plan_or_judge(self) -> None:
         """At the end of a good step: is calibration over, is a window over?"""

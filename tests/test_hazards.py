@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autoprec
 from autoprec.graphs import Role
@@ -202,3 +203,29 @@ def test_an_op_without_a_kernel_in_a_format_keeps_fp32(tmp_path: Path) -> None:
     assert lacking.format == "bf16" and "avg_pool3d" in lacking.timing_key
     write_device(tmp_path / "device.json", device)
     assert read_device(tmp_path / "device.json") == device
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_product_that_reads_one_result_of_several_is_judged(inside: bool) -> None:
+    """Also inside an activation checkpoint."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 32), nn.Linear(16, 8)
+
+        def body(self, x: Tensor) -> Tensor:
+            a, b = self.up(x).chunk(2, -1)
+            return self.down(a) + self.down(b)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.body, x, use_reentrant=False) if inside else self.body(x)
+
+    model = Gated()
+    batches = [torch.randn(6, 8) for _ in range(3)]
+    autoprec.compile(model, batches=batches, loss_fn=lambda m, x: m(x).square().mean(), events=None)
+    session = autoprec.session(model)
+    found = [session.profile.tensor_by_id[f"down:linear#{k}"] for k in range(2)]
+    for t in found:
+        assert t.input_weight_grad is not None and t.gradient_weight_grad is not None
+    assert all("cannot be judged" not in a.reason for a in session.plan.assignments)

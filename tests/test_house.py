@@ -47,6 +47,8 @@ TORCH_FROM = 3
 #: Private names of torch that the package uses, each with its reason.
 PRIVATE_TORCH = {
     "torch._dynamo": "the recompile and RNN switches, the only door to Dynamo's configuration",
+    "torch._subclasses": "fake tensors: what an FP32 step would hold, told before there is one",
+    "torch._guards": "the mode of fake tensors in force, so that a recorder tells its own from others",
     "torch._ops": "the type of higher-order operators in captured graphs",
     "torch._C": "the first profiler's allocations; saved-tensor hooks; is a backward pass or transform running",
     "torch.utils._python_dispatch": "a selective checkpoint counts ops, and the observer's must not be among them",

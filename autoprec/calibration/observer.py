@@ -22,6 +22,7 @@ from autoprec.calibration.structure import StructureRecorder
 from autoprec.graphs import OpClass
 from autoprec.numerics.histograms import SAMPLE_LIMIT, Sample, histogram, sample, stride_for, thinned
 from autoprec.profiles import LossProfile, Profile, RangeHistogram, TensorProfile, WeightProfile
+from autoprec.rewriting.calls import With
 from autoprec.tracing.bindings import Binding, OpNode
 from autoprec.tracing.checkpoints import GraphInterpreter
 from autoprec.tracing.gemms import gemm_arguments
@@ -212,7 +213,8 @@ class StepObserver:
 class ObservingInterpreter(GraphInterpreter):
     """Runs a graph node by node and shows every floating-point value to a `StepObserver`.
 
-    `module` and `origin` are those of the captured graph or of its rewritten form.
+    `module` and `origin` are those of the captured graph or of its rewritten form. Under a provisional plan (rewritten,
+    and with sensitivities) the structure, which is that of FP32, is foreseen elsewhere.
     """
 
     def __init__(
@@ -227,14 +229,16 @@ class ObservingInterpreter(GraphInterpreter):
         super().__init__(module, origin)
         self.binding, self.observer, self.rewritten = binding, observer, rewritten
         self.op_of = binding.op_of
-        self.mixed = set() if rewritten else _mixed_readers(binding)
+        self.structure = None if rewritten and observer.sensitivities else observer.structure
+        self.mixed = _mixed_readers(binding) if observer.sensitivities else set()
         self._taken: dict[fx.Node, Sample] = {}
+        self._parts: dict[str, Sample] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node and show its result to the observer."""
         captured = self.origin.get(n)
         op = self.op_of.get(captured) if captured is not None else None
-        structure = self.observer.structure
+        structure = self.structure
         if op is None:
             result = self._run_plain(n, captured)
         elif structure is None:
@@ -250,6 +254,10 @@ class ObservingInterpreter(GraphInterpreter):
 
     def _run_plain(self, n: fx.Node, captured: fx.Node | None) -> Any:
         result = super().run_node(n)
+        if n.op == "call_function" and captured is not None:
+            part = self._parts.get(self.binding.tensor_id.get(captured, ""))
+            if part is not None:  # one result of an op with several
+                self._taken[captured] = part
         if self.inside:  # what enters and leaves a body is seen outside of it
             return result
         if n.op == "placeholder" and isinstance(result, Tensor) and captured is not None:
@@ -261,8 +269,8 @@ class ObservingInterpreter(GraphInterpreter):
         return result
 
     def _placeholder(self, captured: fx.Node, x: Tensor) -> None:
-        if self.observer.structure is not None:
-            self.observer.structure.placeholder(self.binding, captured, x)
+        if self.structure is not None:
+            self.structure.placeholder(self.binding, captured, x)
         if not x.is_floating_point():
             return
         if captured in self.binding.parameters:
@@ -272,16 +280,25 @@ class ObservingInterpreter(GraphInterpreter):
             self._taken[captured] = self.observer.value(tensor_id, x, through_edges=captured in self.mixed)
 
     def _run_op(self, n: fx.Node, op: OpNode) -> Any:
-        if self.rewritten or op.gemm is None:
+        if op.gemm is None:
             result = super().run_node(n)
             self._observe_results(op, result)
             return result
-        x_node = op.gemm.input
-        with self._edge_view(n.all_input_nodes[op.node.all_input_nodes.index(x_node)], x_node):
+        x_node, ours = op.gemm.input, isinstance(n.target, With)
+        here = n.args[0] if ours else n.all_input_nodes[op.node.all_input_nodes.index(x_node)]
+        assert isinstance(here, fx.Node)
+        with self._edge_view(here, x_node):
             result = super().run_node(n)
         self._observe_results(op, result)
-        if x_node in self._taken:
-            arguments = gemm_arguments(op.kind, *self.fetch_args_kwargs_from_env(n))
+        if x_node in self._taken and self.observer.sensitivities:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            if ours:  # (input, weight, …) of the rewritten call; options as they were captured
+                arguments = gemm_arguments(op.kind, op.node.args, op.node.kwargs) | {
+                    "input": args[0],
+                    "weight": args[1],
+                }
+            else:
+                arguments = gemm_arguments(op.kind, args, kwargs)
             with self._unseen():
                 self.observer.gemm(op.kind, arguments, self._taken[x_node], arguments["input"], result, op.outputs[0])
         return result
@@ -309,11 +326,14 @@ class ObservingInterpreter(GraphInterpreter):
     def _observe_results(self, op: OpNode, result: Any) -> None:
         captured = op.node
         values = result if isinstance(result, (tuple, list)) else (result,)
-        shown = op.op_class is not OpClass.VIEW or op.inplace is not None or not self.rewritten
+        plain = not self.rewritten or self.observer.sensitivities
+        shown = op.op_class is not OpClass.VIEW or op.inplace is not None or plain
         for tensor_id, y in zip(op.outputs, (v for v in values if isinstance(v, Tensor)), strict=False):
             if shown and y.is_floating_point() and not op.transformed:
                 with self._unseen():
                     taken = self.observer.value(tensor_id, y, through_edges=captured in self.mixed)
+                if len(op.outputs) > 1:
+                    self._parts[tensor_id] = taken
                 if tensor_id == op.outputs[0]:
                     self._taken[captured] = taken
                     if op.inplace is not None:  # later readers see the changed values
@@ -328,6 +348,7 @@ def _mixed_readers(binding: Binding) -> set[fx.Node]:
         if op.gemm is not None:
             x = op.gemm.input
             others = [u for u in x.users if u not in ops or ops[u].gemm is None]
-            if others and returns_float32(x.meta.get("example_value")):
+            whole = x.op == "placeholder" or x in ops  # of parts, all readers count
+            if others and whole and returns_float32(x.meta.get("example_value")):
                 mixed.add(x)
     return mixed

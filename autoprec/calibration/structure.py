@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autoprec.graphs import Op, OpClass, OpGraph, TensorKind, TensorSpec
 from autoprec.tracing.bindings import Binding, OpNode
@@ -97,10 +99,12 @@ class StructureRecorder:
         """While an op runs, note what autograd keeps for its backward; hooks that are in force (a checkpoint's, the
         user's own) go on doing their work."""
         kept: list[Tensor] = []
+        mode = detect_fake_mode()
         outer_pack, outer_unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or _NO_HOOKS
 
         def pack(x: Tensor) -> Any:
-            if type(x) in (Tensor, nn.Parameter):  # torch.cond traces its branches with fake tensors when it runs
+            # torch.cond traces its branches with fake tensors when it runs; those of a foreseen call have its mode.
+            if type(x) in (Tensor, nn.Parameter) or getattr(x, "fake_mode", None) is mode is not None:
                 kept.append(x.detach())
             return outer_pack(x)
 
@@ -215,7 +219,10 @@ def _marked(t: TensorSpec, is_output: bool) -> TensorSpec:
 
 
 def _pointer(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr() if x.numel() else -id(x)
+    """Whose memory it is; of a fake tensor, which storage."""
+    if not x.numel():
+        return -id(x)
+    return x.untyped_storage()._cdata if isinstance(x, FakeTensor) else x.untyped_storage().data_ptr()
 
 
 def _metadata(value: Any) -> Any:

@@ -18,12 +18,12 @@ from autoprec.planning.reasons import bytes_text, violation_text
 from autoprec.planning.relaxing import what_to_change
 from autoprec.planning.solvers import LARGE, decisions_count, gap_for, solve
 from autoprec.planning.uniform import uniform_choice
-from autoprec.planning.values import Choice
+from autoprec.planning.values import Choice, Solution
 from autoprec.plans import Plan, Totals
 from autoprec.policies import Policy, parse_budget
 from autoprec.profiles import Profile
 
-__all__ = ["ask", "by_prediction", "fp32_totals", "make_plan", "propose", "resolve_budget"]
+__all__ = ["ask", "by_prediction", "fp32_totals", "make_plan", "propose", "resolve_budget", "uniform_plan"]
 
 
 class BudgetLike(Protocol):
@@ -89,6 +89,13 @@ def propose(question: Question, *, relative_gap: float | None = None, advise: bo
     if solution.gap > 0.0 and decisions_count(problem) <= LARGE:
         solution = polish(problem, solution)
     return Proposals(question=question, all=rivals(problem, solution, question.policy.formats))
+
+
+def uniform_plan(question: Question, format_name: str) -> Plan:
+    """The format for everything that may have it, whatever it costs; without reasons."""
+    choice = uniform_choice(question.problem, format_name)
+    solution = Solution(choice=choice, evaluation=evaluate(question.problem, choice), bound=0.0)
+    return Proposals(question=question, all=()).decisions(solution)
 
 
 def make_plan(

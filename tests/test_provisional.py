@@ -1,0 +1,140 @@
+"""A model that fits in BF16 only: calibrated under a provisional plan, with the profile that FP32 gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import autoprec
+from autoprec import observing
+from autoprec.execution.measuring import peak_bytes
+from autoprec.planning.planner import fp32_totals
+from autoprec.planning.problem import fixed_bytes
+from autoprec.serial import load_policy
+from tests.bench.measure import one_thread
+from tests.memory_study import WORKLOADS
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+POLICY = load_policy("balanced").replaced(calibration={"steps": 3})
+
+
+def steps(model: nn.Module, batches: Sequence[Any], loss: Loss) -> list[int]:
+    """Three steps of a user's loop, and peak bytes of the first two beyond parameters, with gradients that are there
+    already. (The third ends with the tournament, which measures peaks itself.)"""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    session = autoprec.session(model)
+
+    def step(batch: Any) -> None:
+        loss(model, batch).backward()
+        session.step()
+
+    peaks = [peak_bytes(lambda b=b: step(b), torch.device("cpu")) for b in batches[:2]]  # type: ignore[misc]
+    step(batches[2])
+    return peaks
+
+
+def made(name: str) -> tuple[nn.Module, Sequence[Any], Loss]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return WORKLOADS[name]()
+
+
+@pytest.mark.parametrize("name", ["convolutions", "recurrent"])
+def test_a_run_that_fits_in_bf16_alone(name: str) -> None:
+    """No calibration step needs FP32's bytes, and the profile, hence the plan, is FP32's."""
+    with one_thread():
+        model, batches, loss = made(name)
+        autoprec.compile(model, policy=POLICY, batches=batches, loss_fn=loss, events=None)
+        plain = autoprec.session(model)
+        totals = fp32_totals(plain.graph, plain.profile, plain.device, POLICY)
+        fixed = fixed_bytes(plain.graph)
+        budget = fixed + int(0.9 * (totals.peak_bytes - fixed))
+        model, batches, loss = made(name)
+        autoprec.compile(model, policy=POLICY, budget=budget, device=plain.device, events=None)
+        session = autoprec.session(model)
+        peaks = steps(model, batches, loss)
+    warnings = [e.evidence for e in session.events if e.kind == "warning"]
+    assert len(warnings) == 1 and "calibrating in bf16" in warnings[0]
+    assert max(peaks) <= budget - fixed
+    assert session.plan is not None and session.plan.budget_bytes == budget
+    a, b = plain.profile, session.profile
+    assert [op.id for op in plain.graph.ops] == [op.id for op in session.graph.ops]
+    made_by_ops = [t for t in a.tensors if "#" in t.id and t.id in b.tensor_by_id]
+    for field in ("values", "loss", "gradients", "input_weight_grad", "gradient_weight_grad"):
+        pairs = [(getattr(t, field), getattr(b.tensor_by_id[t.id], field)) for t in made_by_ops]
+        found = [y.energy / x.energy for x, y in pairs if x is not None and y is not None and x.energy]
+        wanted = sum(x is not None and x.energy > 0.0 for x, _ in pairs)
+        assert found and len(found) >= wanted - 1, field
+        assert sum(0.9 < ratio < 1.1 for ratio in found) >= 0.9 * len(found), field
+    for row in a.weights:
+        if row.fqn.endswith("weight"):
+            assert b.weight_by_fqn[row.fqn].energy == pytest.approx(row.energy, rel=0.2), row.fqn
+
+
+def test_a_budget_that_fp32_keeps_calibrates_in_fp32() -> None:
+    """Bitwise the model: no provisional plan runs."""
+    model, batches, loss = made("mlp")
+    expected = loss(model, batches[0]).item()
+    autoprec.compile(model, policy=POLICY, budget="1GiB", events=None)
+    assert loss(model, batches[0]).item() == expected
+    assert [e for e in autoprec.session(model).events if e.kind == "warning"] == []
+
+
+def test_what_cannot_be_foreseen_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("it looks at values")
+
+    monkeypatch.setattr(observing, "foresee", refuse)
+    model, batches, loss = made("mlp")
+    expected = loss(model, batches[0]).item()
+    autoprec.compile(model, policy=POLICY, budget=10_000_000, events=None)
+    assert loss(model, batches[0]).item() == expected
+    (warning,) = [e.evidence for e in autoprec.session(model).events if e.kind == "warning"]
+    assert "cannot tell whether fp32 fits" in warning and "it looks at values" in warning
+
+
+class Checkpointed(nn.Module):
+    """Dropout inside a checkpoint, batch norm, an in-place op, a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(32, 256), nn.Linear(256, 32), nn.BatchNorm1d(256)
+        self.dropout, self.head = nn.Dropout(0.1), nn.Linear(32, 32)
+        self.head.weight = nn.Parameter(torch.randn(32, 32) / 6)
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.dropout(torch.relu_(self.norm(self.up(x)))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = x + checkpoint(self.block, x, use_reentrant=False)
+        return self.head(torch.nn.functional.linear(x, self.head.weight)).square().mean()
+
+
+def test_checkpoints_dropout_and_tied_weights() -> None:
+    """Random numbers are those of an FP32 run: nothing is drawn to foresee it."""
+    torch.manual_seed(0)
+    model = Checkpointed()
+    batches = [torch.randn(512, 32) for _ in range(3)]
+    autoprec.compile(model, policy=POLICY, budget=2_500_000, events=None)
+    session = autoprec.session(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    state = torch.get_rng_state()
+    for i, batch in enumerate(batches):
+        torch.set_rng_state(state)
+        optimizer.zero_grad()
+        model(batch).backward()
+        after = torch.get_rng_state()
+        optimizer.step()
+        if i == 0:
+            first = after
+        assert torch.equal(after, first)
+    assert any("calibrating in bf16" in e.evidence for e in session.events)
+    assert session.plan is not None and session.graph is not None
+    assert {op.id for op in session.graph.ops if op.checkpoints} != set()
