@@ -1,4 +1,4 @@
-"""Does planning earn its keep? `python -m tests.bench.earns [NAME ...] [--random N] [--calibration N]`
+"""Does planning earn its keep? `python -m tests.bench.earns [NAME ...] [--random N] [--calibration N] [--batches N]`
 
 At equal bytes kept for backward, half-way between all FP32 and all BF16: the planner's choice of what is BF16 against
 the choice by size alone (the largest tensors first, until the bytes are reached) and against random orders. Size has no
@@ -39,7 +39,7 @@ from tests.bench.workloads import Workload, chosen, conclude
 #: Bars, from the issue.
 SIZE_FRAC, RANDOM_FRAC, BYTES_FRAC = 0.5, 0.5, 0.85
 
-#: The root mean square over eight batches has a standard error of a quarter; over 32, of an eighth.
+#: The root mean square over 8 batches has a standard error of a quarter; over 32, of an eighth; over 128, of a 16th.
 BATCHES = 32
 
 #: Choices by size, which differ in the order of equals; an odd number.
@@ -55,13 +55,13 @@ LOOSE = {"gradient": 1e6, "loss": 1e6}
 class Runner:
     """Runs plans on one compiled model: loss change and bytes kept."""
 
-    def __init__(self, found: Calibrated) -> None:
+    def __init__(self, found: Calibrated, batches: int) -> None:
         self.found, self.model = found, copy.deepcopy(found.model)
         plan = Plan(assignments=())
         autoprec.compile(self.model, plan=plan, events=None)
         self.session = autoprec.session(self.model)
         generator = Generator().manual_seed(1)
-        self.batches = [found.workload.batch(generator) for _ in range(BATCHES)]
+        self.batches = [found.workload.batch(generator) for _ in range(batches)]
         self.exact = self.losses()
 
     def losses(self) -> list[float]:
@@ -166,8 +166,10 @@ class Result:
         return found
 
 
-def study(workload: Workload, orders: int, calibration: int, *, exhaustive: int = EXHAUSTIVE) -> Result:
-    """One workload, calibrated on so many batches."""
+def study(
+    workload: Workload, orders: int, calibration: int, batches: int = BATCHES, *, exhaustive: int = EXHAUSTIVE
+) -> Result:
+    """One workload, calibrated on so many batches and measured on so many others."""
     found = calibrate(workload, calibration)
     proposals = by_bytes(found, 1e6)
     problem = proposals.problem
@@ -177,7 +179,7 @@ def study(workload: Workload, orders: int, calibration: int, *, exhaustive: int 
     def enough(e: Evaluation) -> bool:
         return e.saved_bytes <= target
 
-    runner = Runner(found)
+    runner = Runner(found, batches)
 
     def plan_of(choice: Choice) -> Plan:
         return proposals.decisions(Solution(choice=choice, evaluation=evaluate(problem, choice), bound=0.0))
@@ -259,14 +261,15 @@ def at_noise(
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.earns")
     parser.add_argument("--random", type=int, default=50)
-    parser.add_argument("--calibration", type=int, default=BATCHES, help="batches")
+    parser.add_argument("--calibration", type=int, default=BATCHES, help="batches for calibration")
+    parser.add_argument("--batches", type=int, default=BATCHES, help="batches to measure on")
     workloads, given = chosen(parser)
     missed: list[str] = []
     print("workload     kept MB: fp32  half  bf16   loss change: planned  by size  by chance (median)   /size  /chance"
           "  predicted   bytes at equal noise / by size   best of all: /size, bytes", flush=True)  # fmt: skip
     with one_thread():
         for workload in workloads:
-            r = study(workload, given.random, given.calibration)
+            r = study(workload, given.random, given.calibration, given.batches)
             median = statistics.median(r.by_chance)
             print(
                 f"{r.workload:12} {r.wide_bytes / 1e6:12.2f} {r.planned_bytes / 1e6:6.2f} ({r.by_size_bytes / 1e6:.2f})"
