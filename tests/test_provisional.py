@@ -12,31 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 import autoprec
 from autoprec import observing
-from autoprec.execution.measuring import peak_bytes
-from autoprec.planning.planner import fp32_totals
-from autoprec.planning.problem import fixed_bytes
 from autoprec.serial import load_policy
 from tests.bench.measure import one_thread
+from tests.bench.provisional import FIELDS, calibrate_tightly, energies
 from tests.memory_study import WORKLOADS
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 POLICY = load_policy("balanced").replaced(calibration={"steps": 3})
-
-
-def steps(model: nn.Module, batches: Sequence[Any], loss: Loss) -> list[int]:
-    """Three steps of a user's loop, and peak bytes of the first two beyond parameters, with gradients that are there
-    already. (The third ends with the tournament, which measures peaks itself.)"""
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    session = autoprec.session(model)
-
-    def step(batch: Any) -> None:
-        loss(model, batch).backward()
-        session.step()
-
-    peaks = [peak_bytes(lambda b=b: step(b), torch.device("cpu")) for b in batches[:2]]  # type: ignore[misc]
-    step(batches[2])
-    return peaks
 
 
 def made(name: str) -> tuple[nn.Module, Sequence[Any], Loss]:
@@ -47,34 +29,26 @@ def made(name: str) -> tuple[nn.Module, Sequence[Any], Loss]:
 
 @pytest.mark.parametrize("name", ["convolutions", "recurrent"])
 def test_a_run_that_fits_in_bf16_alone(name: str) -> None:
-    """No calibration step needs FP32's bytes, and the profile, hence the plan, is FP32's."""
+    """No calibration step needs FP32's bytes, and the profile is FP32's."""
     with one_thread():
         model, batches, loss = made(name)
         autoprec.compile(model, policy=POLICY, batches=batches, loss_fn=loss, events=None)
         plain = autoprec.session(model)
-        totals = fp32_totals(plain.graph, plain.profile, plain.device, POLICY)
-        fixed = fixed_bytes(plain.graph)
-        budget = fixed + int(0.9 * (totals.peak_bytes - fixed))
         model, batches, loss = made(name)
-        autoprec.compile(model, policy=POLICY, budget=budget, device=plain.device, events=None)
-        session = autoprec.session(model)
-        peaks = steps(model, batches, loss)
-    warnings = [e.evidence for e in session.events if e.kind == "warning"]
-    assert len(warnings) == 1 and "calibrating in bf16" in warnings[0]
-    assert max(peaks) <= budget - fixed
-    assert session.plan is not None and session.plan.budget_bytes == budget
-    a, b = plain.profile, session.profile
+        tight = calibrate_tightly(model, batches, loss, policy=POLICY, plain=plain, device=plain.device)
+    session = tight.session
+    (warning,) = [e.evidence for e in session.events if e.kind == "warning"]
+    assert "calibrating in bf16" in warning
+    assert max(tight.peaks) <= tight.budget_bytes
+    assert session.plan is not None and session.plan.budget_bytes > tight.budget_bytes
     assert [op.id for op in plain.graph.ops] == [op.id for op in session.graph.ops]
-    made_by_ops = [t for t in a.tensors if "#" in t.id and t.id in b.tensor_by_id]
-    for field in ("values", "loss", "gradients", "input_weight_grad", "gradient_weight_grad"):
-        pairs = [(getattr(t, field), getattr(b.tensor_by_id[t.id], field)) for t in made_by_ops]
-        found = [y.energy / x.energy for x, y in pairs if x is not None and y is not None and x.energy]
-        wanted = sum(x is not None and x.energy > 0.0 for x, _ in pairs)
-        assert found and len(found) >= wanted - 1, field
-        assert sum(0.9 < ratio < 1.1 for ratio in found) >= 0.9 * len(found), field
-    for row in a.weights:
+    for field in FIELDS:
+        found = energies(plain.profile, session.profile, field)
+        assert found and sum(ratio != ratio for ratio in found) <= 1, field
+        assert sum(0.9 < ratio < 1.1 for ratio in found) >= 0.9 * len(found) - 1, field
+    for row in plain.profile.weights:
         if row.fqn.endswith("weight"):
-            assert b.weight_by_fqn[row.fqn].energy == pytest.approx(row.energy, rel=0.2), row.fqn
+            assert session.profile.weight_by_fqn[row.fqn].energy == pytest.approx(row.energy, rel=0.2), row.fqn
 
 
 def test_a_budget_that_fp32_keeps_calibrates_in_fp32() -> None:
