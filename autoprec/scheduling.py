@@ -21,7 +21,7 @@ from autoprec.monitoring.judging import Verdict, judge
 from autoprec.observing import Observations
 from autoprec.planning.contest import adopt, runners
 from autoprec.planning.planner import ask, by_prediction, fp32_totals, propose, uniform_plan
-from autoprec.planning.problem import optimizer_bytes
+from autoprec.planning.problem import fixed_bytes, optimizer_bytes
 from autoprec.planning.proposals import Proposals, Question
 from autoprec.plans import Assignment, Measurement, Plan
 from autoprec.policies import Policy, parse_budget
@@ -93,7 +93,7 @@ class Scheduler:
         graph = replace(with_private_bytes(graph, self.device), optimizer_bytes=state)
         nothing = Profile(graph_fingerprint=graph.fingerprint, steps=1, tensors=())
         need = math.ceil(OBSERVED_FRAC * fp32_totals(graph, nothing, self.device, self.policy).peak_bytes)
-        if need <= min(limits):
+        if need <= min(limits) or fixed_bytes(graph) >= min(limits):  # in the second case nothing helps
             return None, ""
         policy = self.policy.replaced(formats=formats, storage={"formats": ()}, budget=None)
         plan = uniform_plan(ask(graph, nothing, self.device, policy), "bf16")

@@ -144,7 +144,8 @@ def target():
 def test_ctrl_c_while_calibrating(files: Path) -> None:
     (files / "slow.py").write_text(SLOW)
     before = sorted(p.name for p in files.iterdir())
-    command = [sys.executable, "-c", CODE, "calibrate", "slow.py:target"]
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # ignored in a background job
+    command = [sys.executable, "-c", f"{heard}; {CODE}", "calibrate", "slow.py:target"]
     process = subprocess.Popen(command, cwd=files, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
     time.sleep(0.3)
