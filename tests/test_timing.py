@@ -31,3 +31,16 @@ def test_each_gradient_of_a_narrow_product_is_timed_alone(monkeypatch: pytest.Mo
     made.clear()
     runs[Role.GRAD_WEIGHT, "bf16"]()
     assert made == ["_channel_sums"]
+
+
+def test_repeats_go_on_while_other_work_takes_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of the first three repeats, after the warm-up, take five times as long."""
+    now = [0.0]
+    script = iter([0.01, 0.05, 0.05, 0.01, 0.01, 0.01, 0.01, 0.01])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def run() -> None:
+        now[0] += next(script)
+
+    assert timing._rounds({0: run}, torch.device("cpu"))[0] == pytest.approx(0.01)
+    assert next(script) == 0.01  # no more repeats than it took
