@@ -47,7 +47,7 @@ def test_default_limits_forbid_e5m2_for_everything_and_allow_a_mixture() -> None
 def test_planning_earns_its_keep() -> None:
     """On the smallest workload: against choices by size and by chance."""
     with one_thread():
-        found = study(WORKLOADS["mlp"], orders=11, calibration=16, exhaustive=0)
+        found = study(WORKLOADS["mlp"], orders=11, calibration=16, batches=32, exhaustive=0)
     assert not found.misses
 
 

@@ -3,7 +3,7 @@
 At equal bytes kept for backward, half-way between all FP32 and all BF16: the planner's choice of what is BF16 against
 the choice by size alone (the largest tensors first, until the bytes are reached) and against random orders. Size has no
 opinion on tensors of one size: they come in random order, and the middle one of 21 such choices counts. Nothing is kept
-narrower than it is computed, because storages alone do not change the loss. Calibrated on 32 batches, measured on 32
+narrower than it is computed, because storages alone do not change the loss. Calibrated on 32 batches, measured on 128
 others of the same data: root mean square of (loss under the choice − loss in FP32), and bytes that autograd holds. And
 the other way round: the bytes that the planner needs for the noise of the choice by size. Where there are few choices,
 all of them are measured: the least noise at the bytes of the choice by size, and the fewest bytes at its noise. Exit
@@ -39,8 +39,9 @@ from tests.bench.workloads import Workload, chosen, conclude
 #: Bars, from the issue.
 SIZE_FRAC, RANDOM_FRAC, BYTES_FRAC = 0.5, 0.5, 0.85
 
-#: The root mean square over 8 batches has a standard error of a quarter; over 32, of an eighth; over 128, of a 16th.
-BATCHES = 32
+#: Batches to measure on: a root mean square over 8 has a standard error of a quarter; over 32, of an eighth; over 128, of
+#: a sixteenth. And for calibration.
+BATCHES, CALIBRATION = 128, 32
 
 #: Choices by size, which differ in the order of equals; an odd number.
 BY_SIZE = 21
@@ -261,7 +262,7 @@ def at_noise(
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.earns")
     parser.add_argument("--random", type=int, default=50)
-    parser.add_argument("--calibration", type=int, default=BATCHES, help="batches for calibration")
+    parser.add_argument("--calibration", type=int, default=CALIBRATION, help="batches for calibration")
     parser.add_argument("--batches", type=int, default=BATCHES, help="batches to measure on")
     workloads, given = chosen(parser)
     missed: list[str] = []
