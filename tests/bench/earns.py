@@ -39,8 +39,8 @@ from tests.bench.workloads import Workload, chosen, conclude
 #: Bars, from the issue.
 SIZE_FRAC, RANDOM_FRAC, BYTES_FRAC = 0.5, 0.5, 0.85
 
-#: Batches to measure on: a root mean square over 8 has a standard error of a quarter; over 32, of an eighth; over 128, of
-#: a sixteenth. And for calibration.
+#: Batches to measure on, and for calibration. A root mean square over 8 has a standard error of a quarter; over 32, of
+#: an eighth; over 128, of a sixteenth.
 BATCHES, CALIBRATION = 128, 32
 
 #: Choices by size, which differ in the order of equals; an odd number.
