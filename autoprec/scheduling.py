@@ -60,8 +60,10 @@ class Scheduler:
 
         Raises `InputError` if nothing was observed yet.
         """
-        cases, _, _ = self._seen()
+        cases, graph, _ = self._seen()
         self.device = self._timed(cases, self.policy.formats)
+        if self._observed.foreseen:
+            self._observed.graph = with_private_bytes(graph, self.device)
         return self.device
 
     def _timed(self, cases: Mapping[str, TimingCase], formats: Iterable[str]) -> Device:
@@ -109,9 +111,6 @@ class Scheduler:
         self.measure_device()
         _, graph, _ = self._seen()
         state = measured_optimizer_bytes or optimizer_bytes(self.policy.optimizer, graph.gradient_bytes)
-        if self._observed.foreseen:
-            assert self.device is not None
-            graph = with_private_bytes(graph, self.device)
         graph = self._observed.graph = replace(graph, optimizer_bytes=state)
         self.policy.check_against(graph)
         proposals = propose(self._question(None))

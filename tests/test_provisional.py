@@ -46,6 +46,8 @@ def test_a_run_that_fits_in_bf16_alone(name: str) -> None:
         found = energies(plain.profile, session.profile, field)
         assert found and sum(ratio != ratio for ratio in found) <= 1, field
         assert sum(0.9 < ratio < 1.1 for ratio in found) >= 0.9 * len(found) - 1, field
+    kept = [[op.private_saved_bytes for op in found.graph.ops] for found in (plain, session)]
+    assert kept[0] == kept[1]  # offline plans read them
     for row in plain.profile.weights:
         if row.fqn.endswith("weight"):
             assert session.profile.weight_by_fqn[row.fqn].energy == pytest.approx(row.energy, rel=0.2), row.fqn
