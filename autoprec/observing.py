@@ -54,6 +54,7 @@ class Observations:
     def begin(self, *, calibrating: bool, explicit_loss: bool = False) -> None:
         """Observe the step that begins. Each step of calibration also tells the structure: a branch that the first one
         did not take has ops of its own. `explicit_loss`: see `StepObserver`."""
+        self._expected = None
         structure = self._structure = StructureRecorder() if calibrating or self.graph is None else None
         if calibrating:
             self._observer = StepObserver(structure=structure, explicit_loss=explicit_loss)
@@ -72,7 +73,7 @@ class Observations:
         return interpreter.run(*arguments)
 
     def expect(self, slot: Slot, arguments: Sequence[Any]) -> tuple[OpGraph, dict[str, TimingCase]]:
-        """The graph of all slots that were asked about, and a call of each distinct op, without running any.
+        """The graph of all slots that were asked about in this step, and a call of each distinct op; nothing runs.
 
         Raises whatever torch says where a graph looks at values.
         """

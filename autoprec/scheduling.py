@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autoprec.calibration.foreseeing import with_private_bytes
+from autoprec.calibration.foreseeing import with_private_bytes, without_hooks
 from autoprec.calibration.structure import TimingCase
 from autoprec.calibration.timing import measure_casts, time_ops
 from autoprec.devices import Device
@@ -20,7 +20,7 @@ from autoprec.graphs import OpGraph
 from autoprec.monitoring.judging import Verdict, judge
 from autoprec.observing import Observations
 from autoprec.planning.contest import adopt, runners
-from autoprec.planning.planner import ask, by_prediction, fp32_totals, propose, uniform_plan
+from autoprec.planning.planner import ask, by_prediction, propose, uniform_plan
 from autoprec.planning.problem import fixed_bytes, optimizer_bytes
 from autoprec.planning.proposals import Proposals, Question
 from autoprec.plans import Assignment, Measurement, Plan
@@ -47,6 +47,8 @@ class Scheduler:
         self.policy, self.device = policy, device
         self.banned: set[tuple[str, str]] = set()
         self._device_type, self._observed = device_type, observed
+        #: The least that a GPU was seen to hold beside the model and its optimizer: what is not the step's.
+        self._others_bytes = 1 << 62
 
     def _seen(self) -> tuple[dict[str, TimingCase], OpGraph, Profile]:
         """What calibration recorded; `InputError` if that is nothing."""
@@ -72,34 +74,39 @@ class Scheduler:
             return time_ops(cases, formats, known)
 
     def provisional_plan(self, slot: Slot, arguments: Sequence[Any], state_bytes: int) -> tuple[Plan | None, str]:
-        """Before a graph is first observed: BF16 for everything that may have it, where an observed FP32 step is
-        predicted to exceed the budget's bytes or the device's memory; None where it fits. And what people should know.
+        """Before a graph is observed: BF16 for everything that may have it, where an observed FP32 step is predicted to
+        exceed the budget's bytes or the device's memory; None where it fits, or where the policy has no BF16. And a
+        warning: why the plan, or why nothing can be told.
 
         `state_bytes` is what the optimizer holds, 0 before its first step.
         """
         budget = parse_budget(self.policy.budget)
         limits = [] if budget is None or budget.bytes is None else [budget.bytes]
-        if not limits and self._device_type != "cuda":
+        if "bf16" not in self.policy.formats or (not limits and self._device_type != "cuda"):
             return None, ""
         try:
             graph, cases = self._observed.expect(slot, arguments)
-        except Exception as error:  # whatever torch cannot do without values; an FP32 step may fit all the same
+            with without_hooks():
+                self.device = self._timed(cases, ("fp32", "bf16"))
+            graph = with_private_bytes(graph, self.device)
+            if self._device_type == "cuda":
+                free, _ = torch.cuda.mem_get_info()
+                others = torch.cuda.memory_allocated() - graph.parameter_bytes - state_bytes
+                self._others_bytes = max(0, min(others, self._others_bytes))
+                limits.append(free + torch.cuda.memory_reserved() - self._others_bytes)
+            state = state_bytes or optimizer_bytes(self.policy.optimizer, graph.gradient_bytes)
+            graph = replace(graph, optimizer_bytes=state)
+            nothing = Profile(graph_fingerprint=graph.fingerprint, steps=1, tensors=())
+            rules = tuple(r for r in self.policy.rules if r.pin in (None, "fp32", "bf16"))
+            policy = self.policy.replaced(formats=("fp32", "bf16"), rules=rules, storage={"formats": ()}, budget=None)
+            question = ask(graph, nothing, self.device, policy)
+        except Exception as error:  # an FP32 step may fit all the same
             return None, f"cannot tell whether fp32 fits, calibrating in it: {type(error).__name__}: {error}"
-        formats = tuple(dict.fromkeys((*self.policy.formats, "fp32", "bf16")))
-        self.device = self._timed(cases, formats)
-        if self._device_type == "cuda":
-            free, _ = torch.cuda.mem_get_info()
-            spare = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            limits.append(free + spare + graph.parameter_bytes + state_bytes)
-        state = state_bytes or optimizer_bytes(self.policy.optimizer, graph.gradient_bytes)
-        graph = replace(with_private_bytes(graph, self.device), optimizer_bytes=state)
-        nothing = Profile(graph_fingerprint=graph.fingerprint, steps=1, tensors=())
-        need = math.ceil(OBSERVED_FRAC * fp32_totals(graph, nothing, self.device, self.policy).peak_bytes)
+        need = math.ceil(OBSERVED_FRAC * question.fp32.peak_bytes)
         if need <= min(limits) or fixed_bytes(graph) >= min(limits):  # in the second case nothing helps
             return None, ""
-        policy = self.policy.replaced(formats=formats, storage={"formats": ()}, budget=None)
-        plan = uniform_plan(ask(graph, nothing, self.device, policy), "bf16")
-        return plan, f"an observed step in fp32 may take {need} bytes, of {min(limits)}: calibrating in bf16"
+        evidence = f"an observed step in fp32 may take {need} bytes, of {min(limits)}: calibrating in bf16"
+        return uniform_plan(question, "bf16"), evidence
 
     def first_plan(self, measured_optimizer_bytes: int, tournament: Tournament) -> Plan:
         """Plan from what calibration recorded, and let the proposals run against each other.

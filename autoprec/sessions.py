@@ -102,6 +102,8 @@ class Session:
         self._calls: deque[CallRecord] = deque(maxlen=_MOST_CALLS)
         self._ran: set[Slot] = set()
         self._weighed: set[Slot] = set()
+        self._blind: set[Slot] = set()
+        self._provisional: dict[Slot, Plan] = {}
         self._bad_in_row = 0
         self._incident = ""
         dispatch.adopt(list(self._parameters.values()), self)
@@ -214,7 +216,7 @@ class Session:
             self._calls.clear()  # micro-batches that are known to be good: nobody will replay them
         record = record_call(slot.binding, arguments)
         self._calls.append(record)
-        if self.calibrating and slot.plan is None and slot not in self._weighed:
+        if self.calibrating and slot not in self._weighed | self._blind | self._provisional.keys():
             self._weigh(slot, arguments)
         outputs = self._observed.run(slot, arguments)
         keeper = partial(keep_gradient, record, self._guard.covered, slot.binding.parameters)
@@ -230,6 +232,11 @@ class Session:
         self._incident = ""
         interval = self.policy.monitor.interval_steps
         monitored = self.plan is not None and not self.plan.is_identity and self.steps % interval == interval - 1
+        if self.calibrating:
+            self._weighed.clear()
+            for slot, plan in self._provisional.items():
+                if slot.plan is not plan:
+                    slot.adopt(plan, self._device_type)
         if self.calibrating or monitored:
             self._observed.begin(calibrating=self.calibrating, explicit_loss=self._up_front)
 
@@ -319,12 +326,16 @@ class Session:
     # Calibration, planning, monitoring -------------------------------------------------------------------------
 
     def _weigh(self, slot: Slot, arguments: Sequence[Any]) -> None:
-        """Before a graph is first observed: where an FP32 step would not fit, calibrate under a provisional plan."""
+        """Before a graph is observed: where an FP32 step would not fit, calibrate under a provisional plan. Graphs that
+        ran in this step already, and may run again in its backward pass, get theirs in the next one."""
         self._weighed.add(slot)
         plan, evidence = self._scheduler.provisional_plan(slot, arguments, self._guard.optimizer_bytes)
         if plan is not None:
-            for known in self._slots.values():
-                known.adopt(plan, self._device_type)
+            self._provisional |= dict.fromkeys(self._weighed, plan)
+            slot.adopt(plan, self._device_type)
+        elif evidence:
+            self._weighed.discard(slot)
+            self._blind.add(slot)
         if evidence:
             self._log.add_once(self.steps, "warning", trigger="memory", evidence=evidence)
 

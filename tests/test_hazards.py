@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoprec
 from autoprec.graphs import Role
-from autoprec.serial import read_device, write_device
+from autoprec.serial import load_policy, read_device, write_device
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -229,3 +229,30 @@ def test_a_product_that_reads_one_result_of_several_is_judged(inside: bool) -> N
     for t in found:
         assert t.input_weight_grad is not None and t.gradient_weight_grad is not None
     assert all("cannot be judged" not in a.reason for a in session.plan.assignments)
+
+
+def test_a_monitored_step_meets_a_branch_that_was_not_planned() -> None:
+    """A product without a format that reads a tensor which the plan keeps narrow."""
+
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.extra = nn.Linear(16, 64), nn.Linear(64, 16), nn.Linear(64, 16)
+            self.more = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = F.gelu(self.up(x))
+            return self.down(h) + self.extra(h) if self.more else self.down(h)
+
+    model = Branching()
+    policy = load_policy("memory").replaced(calibration={"steps": 2}, monitor={"interval_steps": 2, "window_steps": 4},
+                                            noise={"gradient": 1000.0, "loss": 1000.0})  # fmt: skip
+    autoprec.compile(model, policy=policy, events=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(8):
+        model.more = step > 3
+        optimizer.zero_grad()
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+    session = autoprec.session(model)
+    assert session.steps == 8 and any(s.format != "as_is" for s in session.plan.storages)

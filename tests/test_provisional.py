@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -114,3 +115,56 @@ def test_checkpoints_dropout_and_tied_weights() -> None:
     assert any("calibrating in bf16" in e.evidence for e in session.events)
     assert session.plan is not None and session.graph is not None
     assert {op.id for op in session.graph.ops if op.checkpoints} != set()
+
+
+class Broken(nn.Module):
+    """Two blocks, each in an eager checkpoint that the graph breaks: captured in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = (nn.Linear(64, 64) for _ in range(3))
+
+    def block(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(layer(x))
+        torch._dynamo.graph_break()
+        return x * torch.sigmoid(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.first, self.second):
+            x = checkpoint(self.block, layer, x, use_reentrant=False)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("budget", ["1GiB", "530kB"])
+def test_eager_checkpoints(budget: str) -> None:
+    """What is foreseen inside of one is not counted among what it keeps, and it runs again what it ran."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Broken()
+    autoprec.compile(model, policy=POLICY, budget=budget, events=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(256, 64)).backward()
+        with contextlib.suppress(autoprec.InfeasibleError):  # what runs between the captured parts needs more
+            optimizer.step()
+    session = autoprec.session(model)
+    assert session.plan is not None
+    assert any("calibrating in bf16" in e.evidence for e in session.events) == (budget != "1GiB")
+
+
+def test_a_policy_without_bf16_calibrates_in_fp32() -> None:
+    """Bitwise the model: `observe` changes nothing."""
+    model, batches, loss = made("mlp")
+    expected = loss(model, batches[0]).item()
+    autoprec.compile(model, policy="observe", budget=10_000_000, events=None)
+    assert loss(model, batches[0]).item() == expected
+
+
+def test_a_pin_to_fp16_waits_for_the_profile() -> None:
+    model, batches, loss = made("mlp")
+    policy = POLICY.replaced(rules=({"match": "6", "pin": "fp16"},))
+    autoprec.compile(model, policy=policy, budget=20_000_000, batches=batches, loss_fn=loss, events=None)
+    session = autoprec.session(model)
+    assert any("calibrating in bf16" in e.evidence for e in session.events)
+    assert session.plan.format_of["6:linear#0", "output"] == "fp16"

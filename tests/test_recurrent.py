@@ -134,11 +134,19 @@ def test_the_gradient_limit_speaks_of_its_matrices() -> None:
 
 
 @pytest.mark.skipif("fp16" in native_formats("cpu"), reason="this CPU has FP16 arithmetic")
-def test_fp16_is_not_offered_where_it_takes_ten_times_as_long() -> None:
+def test_fp16_is_not_offered_on_a_cpu() -> None:
     model = nn.LSTM(8, 16, batch_first=True)
     policy = autoprec.Policy(name="test", formats=("fp32", "fp16"))
     batches = [torch.randn(4, 6, 8) for _ in range(2)]
     autoprec.compile(model, policy=policy, batches=batches, loss_fn=lambda m, x: m(x)[0].mean(), events=None)
     session = autoprec.session(model)
     (key,) = {op.timing_key for op in session.graph.ops if op.kind == "lstm"}
-    assert "ten times" in session.device.no_kernel_by_key[key, "fp16"]
+    assert "fused LSTM" in session.device.no_kernel_by_key[key, "fp16"]
+
+
+def test_an_lstm_with_a_projection_keeps_fp32() -> None:
+    """torch has no fused kernel for it."""
+    model = nn.LSTM(8, 16, batch_first=True, proj_size=4)
+    batches = [torch.randn(4, 6, 8) for _ in range(2)]
+    autoprec.compile(model, policy="bf16", batches=batches, loss_fn=lambda m, x: m(x)[0].mean(), events=None)
+    assert "lstm#0" not in {a.op.partition(":")[2] for a in autoprec.session(model).plan.assignments}

@@ -6,6 +6,7 @@ For a model that does not fit in FP32: what an FP32 step would hold must be know
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from autoprec.graphs import OpGraph
 from autoprec.tracing.bindings import Binding
 from autoprec.tracing.checkpoints import GraphInterpreter
 
-__all__ = ["foresee", "with_private_bytes"]
+__all__ = ["foresee", "with_private_bytes", "without_hooks"]
 
 
 def foresee(binding: Binding, arguments: Sequence[Any], structure: StructureRecorder) -> None:
@@ -29,8 +30,15 @@ def foresee(binding: Binding, arguments: Sequence[Any], structure: StructureReco
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [mode.from_tensor(a, static_shapes=True) if isinstance(a, Tensor) else a for a in arguments]
-    with mode, torch.enable_grad():
+    structure.alive += fakes
+    with without_hooks(), mode, torch.enable_grad():
         _Foreseeing(binding, structure).run(*fakes)
+
+
+def without_hooks() -> AbstractContextManager[None]:
+    """Hooks for saved tensors that may be in force (an eager checkpoint's, the user's own) do not see what is saved
+    here: a checkpoint counts what it is given."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 class _Foreseeing(GraphInterpreter):

@@ -280,7 +280,7 @@ class ObservingInterpreter(GraphInterpreter):
             self._taken[captured] = self.observer.value(tensor_id, x, through_edges=captured in self.mixed)
 
     def _run_op(self, n: fx.Node, op: OpNode) -> Any:
-        if op.gemm is None:
+        if op.gemm is None or not self.observer.sensitivities:
             result = super().run_node(n)
             self._observe_results(op, result)
             return result
@@ -290,7 +290,7 @@ class ObservingInterpreter(GraphInterpreter):
         with self._edge_view(here, x_node):
             result = super().run_node(n)
         self._observe_results(op, result)
-        if x_node in self._taken and self.observer.sensitivities:
+        if x_node in self._taken:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             if ours:  # (input, weight, …) of the rewritten call; options as they were captured
                 arguments = gemm_arguments(op.kind, op.node.args, op.node.kwargs) | {

@@ -62,6 +62,8 @@ class StructureRecorder:
         self._same_as: dict[str, str | None] = {}
         self._parameters: set[int] = set()
         self._pending: list[Tensor] = []
+        #: Fake tensors, whose storages are told apart by address: another must not get it.
+        self.alive: list[Any] = []
         self.cases: dict[str, TimingCase] = {}
         self.input_bytes = 0
 

@@ -313,10 +313,9 @@ class _Builder:
                 use = Use(moment=i, unit=saved_as, kept_from=self._made_again(path))
                 if use not in savers.setdefault(root, []):
                     savers[root].append(use)
-            if op.op_class is OpClass.RECURRENT and unit is not None:  # casts of its weights, for the backward pass
-                again = self._made_again(op.checkpoints)
-                for w in op.weights:
-                    savers.setdefault(f"param:{w}", []).append(Use(moment=i, unit=unit, kept_from=again))
+            if op.op_class is OpClass.RECURRENT and unit is not None:
+                for w in op.weights:  # casts of its weights, for the backward pass; made outside of checkpoints
+                    savers.setdefault(f"param:{w}", []).append(Use(moment=i, unit=unit))
         end = len(graph.ops) - 1
         for spec in graph.tensors:
             if spec.is_output:

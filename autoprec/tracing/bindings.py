@@ -345,6 +345,8 @@ class _Walk:
                 return OpClass.WIDE
         if op_class is OpClass.GEMM and gemm is None and not _is_product(node, kind):
             return OpClass.WIDE
+        if op_class is OpClass.RECURRENT and _is_projected(node):
+            return OpClass.WIDE
         result = node.meta.get("example_value")
         if op_class is OpClass.VIEW and isinstance(result, torch.Tensor) and not returns_float32(result):
             return OpClass.WIDE  # view(dtype) shows the bits of the format that the user wrote
@@ -395,6 +397,15 @@ class _Walk:
             return False
         tensors = [n.meta["example_value"] for n in node.all_input_nodes if n in self.tensor_id]
         return all(returns_float32(t) or not (t.is_floating_point() or t.is_complex()) for t in tensors)
+
+
+def _is_projected(node: fx.Node) -> bool:
+    """Whether an LSTM's output is smaller than its cell: torch's fused kernels are for those without a projection."""
+    state = node.args[1] if len(node.args) > 1 else None
+    if not isinstance(state, (tuple, list)) or len(state) != 2 or not all(isinstance(s, fx.Node) for s in state):
+        return True  # a packed sequence, or a spelling that is not torch.nn's
+    h, c = (s.meta.get("example_value") for s in state if isinstance(s, fx.Node))
+    return not (isinstance(h, torch.Tensor) and isinstance(c, torch.Tensor) and h.shape[-1] == c.shape[-1])
 
 
 def _is_product(node: fx.Node, kind: str) -> bool:
