@@ -30,6 +30,7 @@ from autoprec.observing import Observations, describe_graph
 from autoprec.plans import Event, Plan
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
+from autoprec.provisional import Provisional
 from autoprec.refusals import check_plan_fits, refuse_autocast, refuse_half, refuse_strangers, uncaptured, unplanned
 from autoprec.scheduling import Scheduler, cuda_devices
 from autoprec.tracing.bindings import Binding, SiteRegister, bind
@@ -95,15 +96,13 @@ class Session:
             lambda structure: describe_graph(structure, self.model, self._parameters, self._slots.values())
         )
         self._scheduler = Scheduler(self.policy, device, self._device_type, self._observed)
+        self._provisional = Provisional(self._scheduler, self._device_type)
         self._window_steps = 0
         self._up_front = False
         self._entered = False
         self._parts: list[nn.Module] = []
         self._calls: deque[CallRecord] = deque(maxlen=_MOST_CALLS)
         self._ran: set[Slot] = set()
-        self._weighed: set[Slot] = set()
-        self._blind: set[Slot] = set()
-        self._provisional: dict[Slot, Plan] = {}
         self._bad_in_row = 0
         self._incident = ""
         dispatch.adopt(list(self._parameters.values()), self)
@@ -216,8 +215,8 @@ class Session:
             self._calls.clear()  # micro-batches that are known to be good: nobody will replay them
         record = record_call(slot.binding, arguments)
         self._calls.append(record)
-        if self.calibrating and slot not in self._weighed | self._blind | self._provisional.keys():
-            self._weigh(slot, arguments)
+        if self.calibrating and (told := self._provisional.weigh(slot, arguments, self._guard.optimizer_bytes)):
+            self._log.add_once(self.steps, "warning", trigger="memory", evidence=told)
         outputs = self._observed.run(slot, arguments)
         keeper = partial(keep_gradient, record, self._guard.covered, slot.binding.parameters)
         for i, y in enumerate(outputs if isinstance(outputs, (tuple, list)) else (outputs,)):
@@ -233,10 +232,7 @@ class Session:
         interval = self.policy.monitor.interval_steps
         monitored = self.plan is not None and not self.plan.is_identity and self.steps % interval == interval - 1
         if self.calibrating:
-            self._weighed.clear()
-            for slot, plan in self._provisional.items():
-                if slot.plan is not plan:
-                    slot.adopt(plan, self._device_type)
+            self._provisional.begin_step()
         if self.calibrating or monitored:
             self._observed.begin(calibrating=self.calibrating, explicit_loss=self._up_front)
 
@@ -325,20 +321,6 @@ class Session:
 
     # Calibration, planning, monitoring -------------------------------------------------------------------------
 
-    def _weigh(self, slot: Slot, arguments: Sequence[Any]) -> None:
-        """Before a graph is observed: where an FP32 step would not fit, calibrate under a provisional plan. Graphs that
-        ran in this step already, and may run again in its backward pass, get theirs in the next one."""
-        self._weighed.add(slot)
-        plan, evidence = self._scheduler.provisional_plan(slot, arguments, self._guard.optimizer_bytes)
-        if plan is not None:
-            self._provisional |= dict.fromkeys(self._weighed, plan)
-            slot.adopt(plan, self._device_type)
-        elif evidence:
-            self._weighed.discard(slot)
-            self._blind.add(slot)
-        if evidence:
-            self._log.add_once(self.steps, "warning", trigger="memory", evidence=evidence)
-
     def _plan_or_judge(self) -> None:
         """At the end of a good step: is calibration over, is a window over?"""
         if self.calibrating:
@@ -368,10 +350,7 @@ class Session:
         return plan
 
     def measure_device(self) -> Device:
-        """Time every distinct op of the model in the policy's formats, once; what is known is not timed again.
-
-        Raises `InputError` if nothing was observed yet.
-        """
+        """Time every distinct op in the policy's formats, once. Raises `InputError` if nothing was observed yet."""
         return self._scheduler.measure_device()
 
     def _adopt(self, plan: Plan) -> None:

@@ -37,6 +37,7 @@ FLOORS = {
     "observing": 5,
     "refusals": 5,
     "scheduling": 5,
+    "provisional": 5,
     "sessions": 5,
     "api": 5,
     "demo": 6,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import autoprec
-from autoprec.numerics.dtypes import native_formats
 from autoprec.plans import Assignment, Plan, Region
 from tests.bench.measure import calibrate, one_thread
 from tests.bench.recurrent import narrowed
@@ -133,7 +132,6 @@ def test_the_gradient_limit_speaks_of_its_matrices() -> None:
     assert formats(1e-4)["lstm:lstm#0"] == "fp32"
 
 
-@pytest.mark.skipif("fp16" in native_formats("cpu"), reason="this CPU has FP16 arithmetic")
 def test_fp16_is_not_offered_on_a_cpu() -> None:
     model = nn.LSTM(8, 16, batch_first=True)
     policy = autoprec.Policy(name="test", formats=("fp32", "fp16"))

@@ -438,15 +438,11 @@ class _Builder:
             op = self.graph.op_by_id[op_id]
             if self.prices.has_row(op) and not self.prices.unjudged(op):
                 by_weight.setdefault(op.weights[0], []).append(k)
-        inner = {w: self.numbers[f"param:{w}"] for op in self.graph.ops for w in self.prices.inner_weights(op)}
+        inner = {w: ((self.numbers[f"param:{w}"], self.prices.weight_energy(w)),)
+                 for op in self.graph.ops for w in self.prices.inner_weights(op)}  # fmt: skip
         squared = float(self.policy.noise.gradient) ** 2
         return tuple(
-            WeightRow(
-                weight=w,
-                reference=(r := self.prices.reference(w)),
-                limit=squared * r,
-                gemms=tuple(by_weight.get(w, ())),
-                passing=((inner[w], self.prices.weight_energy(w)),) if w in inner else (),
-            )
+            WeightRow(weight=w, reference=(r := self.prices.reference(w)), limit=squared * r,
+                      gemms=tuple(by_weight.get(w, ())), passing=inner.get(w, ()))
             for w in dict.fromkeys((*by_weight, *inner))
-        )
+        )  # fmt: skip
