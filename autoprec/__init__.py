@@ -16,6 +16,7 @@ _HOME = {
     "session": "autoprec.api",
     "unwrap": "autoprec.api",
     "Session": "autoprec.sessions",
+    "GradScaler": "autoprec.scaler",
     "Format": "autoprec.formats",
     "Role": "autoprec.graphs",
     "Op": "autoprec.graphs",

@@ -6,14 +6,34 @@ import math
 from collections.abc import Hashable, Sequence
 
 from autoprec.errors import InputError, nearest
+from autoprec.formats import format_named, is_storage
 
-__all__ = ["check_amount", "check_choice", "check_text", "check_unique", "described"]
+__all__ = ["check_amount", "check_choice", "check_format", "check_storage", "check_text", "check_unique", "described"]
 
 
 def check_choice(value: str, choices: Sequence[str], what: str, error: type[InputError], *at: str | int) -> None:
     """One of a few names."""
     if value not in choices:
         raise error(f"unknown {what} {value[:60]!r}.{nearest(value[:60], choices)}", at=at)
+
+
+def check_format(value: str, error: type[InputError], *at: str | int, among: Sequence[str] = ()) -> None:
+    """A number format's name, or one of a few other words."""
+    if value in among:
+        return
+    try:
+        format_named(value[:60])
+    except InputError as problem:
+        raise error(str(problem), at=at) from problem
+
+
+def check_storage(value: str, error: type[InputError], *at: str | int, among: Sequence[str] = ()) -> None:
+    """A format that tensors may be kept in, or one of a few other words."""
+    check_format(value, error, *at, among=among)
+    if value not in among and not is_storage(value):
+        raise error(
+            f"{value} is no storage; possible: {', '.join((*among, 'bf16'))} and formats of a byte or less", at=at
+        )
 
 
 def check_amount(value: float | None, what: str, error: type[InputError], *at: str | int, least: float = 0.0) -> None:

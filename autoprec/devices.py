@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autoprec.checks import check_amount, check_choice, check_text, check_unique
+from autoprec.checks import check_amount, check_choice, check_format, check_text, check_unique
 from autoprec.errors import DeviceError
-from autoprec.formats import COMPUTE_FORMATS, FORMATS
 from autoprec.graphs import Role
 
 __all__ = ["CastTiming", "Datasheet", "Device", "NoKernel", "OpTiming", "Peak", "Sourced"]
 
-_FORMATS = tuple(f.name for f in FORMATS)
 _TYPES = ("cpu", "cuda")
 
 
@@ -37,7 +35,7 @@ class OpTiming:
 
     def __post_init__(self) -> None:
         check_choice(self.role, tuple(Role), "role", DeviceError, "role")
-        check_choice(self.format, _FORMATS, "format", DeviceError, "format")
+        check_format(self.format, DeviceError, "format")
         check_amount(self.seconds, "seconds", DeviceError, "seconds")
         for name in ("private_saved_bytes", "workspace_bytes", "backward_workspace_bytes"):
             check_amount(getattr(self, name), name, DeviceError, name)
@@ -52,7 +50,7 @@ class NoKernel:
     reason: str
 
     def __post_init__(self) -> None:
-        check_choice(self.format, _FORMATS, "format", DeviceError, "format")
+        check_format(self.format, DeviceError, "format")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +63,8 @@ class CastTiming:
     seconds_per_call: float = 0.0
 
     def __post_init__(self) -> None:
-        check_choice(self.source, _FORMATS, "format", DeviceError, "source")
-        check_choice(self.target, _FORMATS, "format", DeviceError, "target")
+        check_format(self.source, DeviceError, "source")
+        check_format(self.target, DeviceError, "target")
         check_amount(self.seconds_per_element, "seconds_per_element", DeviceError, "seconds_per_element")
         check_amount(self.seconds_per_call, "seconds_per_call", DeviceError, "seconds_per_call")
 
@@ -97,7 +95,7 @@ class Device:
         check_text(self.name, "name", DeviceError, "name")
         check_choice(self.type, _TYPES, "device type", DeviceError, "type")
         for i, name in enumerate(self.native):
-            check_choice(name, _FORMATS, "format", DeviceError, "native", i)
+            check_format(name, DeviceError, "native", i)
         check_unique(self.native, "format", DeviceError, "native")
         check_unique([(t.timing_key, t.role, t.format) for t in self.timings], "timing", DeviceError, "timings")
         check_unique([(c.source, c.target) for c in self.casts], "cast", DeviceError, "casts")
@@ -143,13 +141,19 @@ class Device:
             raise DeviceError(f"device {self.name!r} has no timing for the cast {source} → {target}; calibrate there")
         return timing.seconds_per_call + timing.seconds_per_element * numel
 
-    def extended(self, timings: tuple[OpTiming, ...], no_kernels: tuple[NoKernel, ...] = ()) -> Device:
+    def extended(
+        self,
+        timings: tuple[OpTiming, ...] = (),
+        no_kernels: tuple[NoKernel, ...] = (),
+        casts: tuple[CastTiming, ...] = (),
+    ) -> Device:
         """This device with further findings (those it has already are kept)."""
         known, missing = self.seconds_by_key, self.no_kernel_by_key
         return replace(
             self,
             timings=self.timings + tuple(t for t in timings if (t.timing_key, t.role, t.format) not in known),
             no_kernels=self.no_kernels + tuple(k for k in no_kernels if (k.timing_key, k.format) not in missing),
+            casts=self.casts + tuple(c for c in casts if (c.source, c.target) not in self.cast_by_pair),
         )
 
 
@@ -173,7 +177,7 @@ class Peak:
     source: str
 
     def __post_init__(self) -> None:
-        check_choice(self.format, COMPUTE_FORMATS, "compute format", DeviceError, "format")
+        check_format(self.format, DeviceError, "format")
         check_amount(self.value, "value", DeviceError, "value", least=1.0)
         check_text(self.source, "source", DeviceError, "source")
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from autoprec.checks import check_amount, check_choice, check_text, check_unique
+from autoprec.checks import check_amount, check_format, check_storage, check_text, check_unique
 from autoprec.errors import PlanError
-from autoprec.formats import COMPUTE_FORMATS, STORAGE_FORMATS
 from autoprec.graphs import Role
 
 __all__ = [
@@ -30,8 +29,6 @@ __all__ = [
 
 #: A saved tensor that is kept in the format in which it was read.
 AS_IS = "as_is"
-
-_NAMES = tuple(dict.fromkeys((*COMPUTE_FORMATS, *STORAGE_FORMATS, AS_IS)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +60,7 @@ class Alternative:
     broken: tuple[Violation, ...] = ()
 
     def __post_init__(self) -> None:
-        check_choice(self.format, _NAMES, "format", PlanError, "format")
+        check_format(self.format, PlanError, "format", among=(AS_IS,))
         for name in ("seconds", "noise"):
             if not math.isfinite(getattr(self, name)):
                 raise PlanError(f"{name} must be finite, not {getattr(self, name)}", at=(name,))
@@ -77,7 +74,7 @@ class Dropped:
     why: str
 
     def __post_init__(self) -> None:
-        check_choice(self.format, _NAMES, "format", PlanError, "format")
+        check_format(self.format, PlanError, "format", among=(AS_IS,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +94,7 @@ class Assignment:
 
     def __post_init__(self) -> None:
         check_text(self.op, "op", PlanError, "op")
-        check_choice(self.format, COMPUTE_FORMATS, "compute format", PlanError, "format")
+        check_format(self.format, PlanError, "format")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +112,7 @@ class Storage:
 
     def __post_init__(self) -> None:
         check_text(self.tensor, "tensor", PlanError, "tensor")
-        check_choice(self.format, (AS_IS, *STORAGE_FORMATS), "storage", PlanError, "format")
+        check_storage(self.format, PlanError, "format", among=(AS_IS,))
 
 
 @dataclass(frozen=True, kw_only=True)

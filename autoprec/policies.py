@@ -17,9 +17,9 @@ from pydantic_core import PydanticCustomError
 
 from autoprec.budgets import BUDGET_PATTERN, LARGEST_BUDGET_BYTES, Budget, parse_budget
 from autoprec.checks import described
-from autoprec.errors import PolicyError, nearest
-from autoprec.formats import COMPUTE_FORMATS, FORMATS, STORAGE_FORMATS, format_named
-from autoprec.graphs import Op, OpGraph
+from autoprec.errors import InputError, PolicyError, nearest
+from autoprec.formats import COMPUTE_FORMATS, NAME_PATTERN, STORAGE_FORMATS, Format, format_named
+from autoprec.graphs import Op, OpGraph, Role
 
 __all__ = [
     "Budget",
@@ -57,9 +57,12 @@ def _named_formats(names: tuple[str, ...], implemented: tuple[str, ...], otherwi
 def _implemented_format(name: str, implemented: tuple[str, ...], otherwise: str, *at: str | int) -> None:
     if name in implemented:
         return
-    if name in [f.name for f in FORMATS]:
-        raise _refused(f"{name} {otherwise}; implemented: {', '.join(implemented)}", *at)
-    raise _refused(f"unknown format {described(name)}.{nearest(name, implemented)}", *at)
+    try:
+        described_format = format_named(name[:60])
+    except InputError as error:
+        raise _refused(str(error), *at) from error
+    if not described_format.scaled:
+        raise _refused(f"{name} {otherwise}; possible: {', '.join(implemented)}, and formats of a byte or less", *at)
 
 
 class _Refusing(type(BaseModel)):  # type: ignore[misc]
@@ -77,7 +80,13 @@ def _policy_error(what: str, error: ValidationError) -> PolicyError:
 
 
 def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    """A list as a tuple, and a `Format` in it by its name."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    for f in value:
+        if isinstance(f, Format) and format_named(f.name) != f:
+            raise _refused(f"{f} is not what its name says: {format_named(f.name)}")
+    return tuple(f.name if isinstance(f, Format) else f for f in value)
 
 
 T = TypeVar("T")
@@ -89,13 +98,17 @@ Many = Annotated[tuple[T, ...], BeforeValidator(_tuple)]
 # What JSON schemas say beside the types (`autoprec schema`).
 
 
-def _one_of(*values: str | None) -> JsonDict:
-    return {"enum": list(values)}
+def _format(*names: str) -> JsonDict:
+    """One of the names, or that of a format of one's own."""
+    return {"type": "string", "anyOf": [{"enum": list(names)}, {"pattern": f"^({NAME_PATTERN})$"}]}
 
 
 def _some_of(names: tuple[str, ...], *, among_them: str | None = None) -> JsonDict:
-    said: JsonDict = {"items": _one_of(*names), "uniqueItems": True}
+    said: JsonDict = {"items": _format(*names), "uniqueItems": True}
     return said if among_them is None else said | {"contains": {"const": among_them}}
+
+
+_FORMAT_OR_NONE: JsonDict = {"anyOf": [_format(*COMPUTE_FORMATS), {"type": "null"}]}
 
 
 def _given(key: str) -> JsonDict:
@@ -144,12 +157,13 @@ class Rule(_Part):
 
     match: str = Field(default="*", description="Glob on the dotted name of the module that owns an op.")
     kinds: Many[str] = Field(default=(), description="Kinds of op (linear, gelu, …); none means all.")
-    pin: str | None = Field(
-        default=None, json_schema_extra=_one_of(*COMPUTE_FORMATS, None), description="The format of every role."
+    roles: Many[Literal["output", "grad_input", "grad_weight"]] = Field(
+        default=(), description="Roles that it speaks of; none means all. Only products have the gradient roles."
     )
+    pin: str | None = Field(default=None, json_schema_extra=_FORMAT_OR_NONE, description="Exactly this format.")
     floor: str | None = Field(
         default=None,
-        json_schema_extra=_one_of(*(f.name for f in FORMATS), None),
+        json_schema_extra=_FORMAT_OR_NONE,
         description="Nothing with fewer bits than this format.",
     )
     optional: bool = Field(
@@ -162,9 +176,9 @@ class Rule(_Part):
     @classmethod
     def _known_format(cls, name: str | None, info: ValidationInfo) -> str | None:
         if name is not None and info.field_name == "pin":
-            _implemented_format(name, COMPUTE_FORMATS, "is not implemented yet as a compute format")
+            _implemented_format(name, COMPUTE_FORMATS, "is no compute format")
         elif name is not None:
-            _implemented_format(name, tuple(f.name for f in FORMATS), "")
+            _implemented_format(name, COMPUTE_FORMATS, "is no format")
         return name
 
     @model_validator(mode="after")
@@ -175,8 +189,9 @@ class Rule(_Part):
         return self
 
     def matches(self, op: Op) -> bool:
-        """Whether it speaks of this op: glob on the FQN, and the kind if any are named."""
-        return (not self.kinds or op.kind in self.kinds) and fnmatchcase(op.fqn, self.match)
+        """Whether it speaks of this op: glob on the FQN, and the kind and a role if any are named."""
+        roles = not self.roles or any(role in self.roles for role in op.roles)
+        return roles and (not self.kinds or op.kind in self.kinds) and fnmatchcase(op.fqn, self.match)
 
     def allows(self, format_name: str) -> bool:
         """Whether ops that it matches may compute in this format."""
@@ -186,7 +201,8 @@ class Rule(_Part):
         return format_named(format_name).bytes >= format_named(self.floor).bytes
 
     def __str__(self) -> str:
-        return f"match {self.match!r}" + (f", kinds {', '.join(self.kinds)}" if self.kinds else "")
+        parts = [("kinds", self.kinds), ("roles", self.roles)]
+        return f"match {self.match!r}" + "".join(f", {name} {', '.join(some)}" for name, some in parts if some)
 
 
 class StorageOptions(_Part):
@@ -201,7 +217,7 @@ class StorageOptions(_Part):
     @validator("formats")
     @classmethod
     def _implemented(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        return _named_formats(names, STORAGE_FORMATS, "is not implemented yet as a storage")
+        return _named_formats(names, STORAGE_FORMATS, "is no storage")
 
 
 class Calibration(_Part):
@@ -244,11 +260,19 @@ class Guard(_Part):
 
 
 class LossScaling(_Part):
-    """How FP16 gradients are scaled."""
+    """How FP16 gradients are scaled. All but `mode` is what `autoprec.GradScaler(model=model)` starts from."""
 
-    mode: Literal["regional", "none"] = Field(
-        default="regional", description="One scale per region of FP16 ops, or none."
+    mode: Literal["regional", "global", "none"] = Field(
+        default="regional", description="One scale per region of FP16 ops, one for the loss by a GradScaler, or none."
     )
+    init: Annotated[float | str, BeforeValidator(_valid_scale)] = Field(
+        default="auto",
+        json_schema_extra={"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"const": "auto"}]},
+        description="The first loss scale; auto reads it off calibration.",
+    )
+    growth: float = Field(default=2.0, gt=1.0, description="What the loss scale is multiplied by.")
+    backoff: float = Field(default=0.5, gt=0.0, lt=1.0, description="What it is multiplied by after an overflow.")
+    interval_steps: int = Field(default=2000, ge=1, description="So many good steps before it grows.")
 
 
 def _valid_budget(value: Any) -> Any:
@@ -257,6 +281,13 @@ def _valid_budget(value: Any) -> Any:
     except PolicyError as error:
         raise _refused(str(error)) from error
     return value
+
+
+def _valid_scale(value: Any) -> Any:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value != "auto" and not (number and 0.0 < value < float("inf")):
+        raise _refused(f"must be auto or a finite number above 0, not {described(value)}")
+    return float(value) if number else value
 
 
 def _valid_version(value: Any) -> Any:
@@ -306,9 +337,7 @@ class Policy(_Part):
     @validator("formats")
     @classmethod
     def _compute_formats(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        _named_formats(
-            names, COMPUTE_FORMATS, "is not implemented yet as a compute format; for FP8 storage use storage.formats"
-        )
+        _named_formats(names, COMPUTE_FORMATS, "is no compute format")
         if "fp32" not in names:
             raise _refused("fp32 must be among the formats; an op that can take no other runs in it")
         return names
@@ -328,9 +357,10 @@ class Policy(_Part):
         body = self.model_dump(exclude={"name": True, "description": True, "rules": {"__all__": {"why"}}})
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
-    def rule_for(self, op: Op) -> Rule | None:
-        """The first rule that matches the op."""
-        return next((rule for rule in self.rules if rule.matches(op)), None)
+    def rule_for(self, op: Op, role: Role = Role.OUTPUT) -> Rule | None:
+        """The first rule that matches a role of the op."""
+        spoken = (rule for rule in self.rules if not rule.roles or role in rule.roles)
+        return next((rule for rule in spoken if rule.matches(op)), None)
 
     def unused_rules(self, graph: OpGraph) -> tuple[Rule, ...]:
         """Rules that are not optional and match no op of the graph."""

@@ -16,8 +16,10 @@ from autoprec.devices import Device
 from autoprec.errors import InfeasibleError, InputError
 from autoprec.execution.slots import Slot
 from autoprec.execution.tournament import Outcome, Tournament
+from autoprec.formats import is_scaled
 from autoprec.graphs import OpGraph
 from autoprec.monitoring.judging import Verdict, judge
+from autoprec.numerics.dtypes import native_formats
 from autoprec.observing import Observations
 from autoprec.planning.contest import adopt, runners
 from autoprec.planning.planner import ask, by_prediction, propose, uniform_plan
@@ -69,9 +71,14 @@ class Scheduler:
         return self.device
 
     def _timed(self, cases: Mapping[str, TimingCase], formats: Iterable[str]) -> Device:
+        """With timings of the ops, of formats that the device would emulate only those that a rule pins."""
+        pinned = {rule.pin for rule in self.policy.rules}
         with torch.random.fork_rng(devices=cuda_devices(self._device_type)):
-            known = self.device if self.device is not None else measure_casts(self._device_type)
-            return time_ops(cases, formats, known)
+            native = native_formats(self._device_type)
+            wanted = [f for f in formats if not is_scaled(f) or f in native or f in pinned]
+            casts = measure_casts(self._device_type, (*wanted, *self.policy.storage.formats))
+            known = casts if self.device is None else self.device.extended(casts=casts.casts)
+            return time_ops(cases, wanted, known)
 
     def provisional_plan(self, slot: Slot, arguments: Sequence[Any], state_bytes: int) -> tuple[Plan | None, str]:
         """Before a graph is observed: BF16 for everything that may have it, where an observed FP32 step is predicted to

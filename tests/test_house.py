@@ -40,6 +40,7 @@ FLOORS = {
     "provisional": 5,
     "sessions": 5,
     "api": 5,
+    "scaler": 5,
     "demo": 6,
     "cli": 6,
 }

@@ -25,7 +25,7 @@ from autoprec.plans import Assignment, Event, Plan, Region, Storage, Totals
 from autoprec.serial import files, values
 from autoprec.serial.trees import dump_yaml
 
-SHIPPED = ("balanced", "bf16", "memory", "observe", "safe", "speed")
+SHIPPED = ("balanced", "bf16", "dynamic", "fp16", "fp8-hopper", "memory", "observe", "safe", "speed")
 PLAN = Plan(
     assignments=(
         Assignment(op="0:linear#0", role=Role.OUTPUT, format="bf16", reason="no: it is 3× faster"),
@@ -126,7 +126,7 @@ def test_text_that_is_not_utf8_or_too_long_is_refused(tmp_path: Path) -> None:
 
 def test_a_policy_of_mistakes_tells_all_with_their_places(tmp_path: Path) -> None:
     text = (
-        "name: x\nformatz: [bf16]\nformats: [fp32,\n  fp8_e4m3]\nobjective: tim\nrules:\n"
+        "name: x\nformatz: [bf16]\nformats: [fp32,\n  fp8_e4m4]\nobjective: tim\nrules:\n"
         "  - {match: '*', pin: fp16, floor: bf16}\n  - pin: bf61\nnoise: {gradient: yes}\nguard:\n"
     )
     message = refusal(serial.read_policy, tmp_path / "p.yaml", text, PolicyError)
@@ -225,7 +225,7 @@ def test_plan_and_device_files(suffix: str, tmp_path: Path) -> None:
         ),
         (
             "autoprec: plan\nversion: 1\nassignments:\n- {op: a, role: output, format: bf61, reason: r}\n",
-            "F:4:33: assignments[0].format: unknown compute format 'bf61'. Did you mean 'bf16'?",
+            "F:4:33: assignments[0].format: unknown format 'bf61'. Did you mean 'bf16'?",
         ),
         (
             "autoprec: plan\nversion: 1\nassignments: []\nstorages:\n"

@@ -105,7 +105,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Any:
         (999, ("problem", "tensors", 1, "born"), "problem.tensors[1].born: unit 999 is not there"),
         ([0.1] * 9, ("problem", "units", 0, "seconds"), "problem.units[0].seconds: "),
         ([], ("problem", "units", 0, "options"), "a unit needs at least one option"),
-        (["fp8_e4m3"], ("problem", "units", 0, "options"), "unknown compute format"),
+        (["bf61"], ("problem", "units", 0, "options"), "unknown compute format"),
         ("output ", ("problem", "units", 0, "role"), "Did you mean 'output'?"),
         (0.0, ("problem", "seconds_scale"), "problem.seconds_scale: it must be above 0"),
         (0.0, ("problem", "rows", 0, "limit"), "problem.rows[0].limit: it must be above 0"),
@@ -119,7 +119,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Any:
 )  # fmt: skip
 def test_what_is_wrong_is_told_with_its_place(tree: Any, value: Any, at: tuple[str | int, ...], words: str) -> None:
     if words == "unknown compute format":
-        words = "unknown format 'fp8_e4m3'"
+        words = "unknown format 'bf61'"
     message = refusal(with_value(tree, value, *at))
     assert re.match(r"case\.json:\d+:\d+: ", message) and words in message, message
 

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,12 +20,13 @@ from torch import Tensor, fx
 from autoprec.calibration.structure import TensorMeta, TimingCase, tensors_of
 from autoprec.devices import CastTiming, Device, NoKernel, OpTiming
 from autoprec.execution.measuring import workspace_bytes
+from autoprec.formats import is_scaled, result_format
 from autoprec.graphs import OpClass, Role
 from autoprec.numerics.dtypes import dtype_of, native_formats
 from autoprec.numerics.gemm import conv, grouped_linear, linear, matmul
 from autoprec.numerics.lean import lean
 from autoprec.numerics.norms import norm
-from autoprec.numerics.packing import decode_e4m3, encode_e4m3
+from autoprec.numerics.packing import Packed, decode, encode
 from autoprec.numerics.specs import NORM_SIGNATURE, conv_options, fit_scalars, gemm_spec, norm_call
 from autoprec.tracing.gemms import gemm_arguments
 from autoprec.tracing.kinds import CONVS, GROUPED, out_of_place
@@ -85,27 +86,37 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
     return _rounds({0: run}, device)[0]
 
 
-@cache
-def measure_casts(device_type: str) -> Device:
-    """A `Device` with its native formats and measured casts; op timings are added by `time_ops`."""
-    device = torch.device(device_type)
-    casts = []
-    sizes = (1 << 12, 1 << 20)
-    for source in _FORMATS:
-        xs = [torch.randn(n, device=device).to(dtype_of(source)) for n in sizes]
-        packed = [encode_e4m3(x) for x in xs]
-        for target in _FORMATS:
-            if source != target:
-                dtype = dtype_of(target)
-                seconds = [_seconds(lambda x=x, d=dtype: x.to(d), device) for x in xs]  # type: ignore[misc]
-                casts.append(_cast_timing(source, target, sizes, seconds))
-        seconds = [_seconds(lambda x=x: encode_e4m3(x), device) for x in xs]  # type: ignore[misc]
-        casts.append(_cast_timing(source, "fp8_e4m3", sizes, seconds))
-        dtype = dtype_of(source)
-        seconds = [_seconds(lambda p=p, d=dtype: decode_e4m3(p, d), device) for p in packed]  # type: ignore[misc]
-        casts.append(_cast_timing("fp8_e4m3", source, sizes, seconds))
+#: Elements of the tensors that casts are timed with.
+_CAST_SIZES = (1 << 12, 1 << 20)
+
+
+def measure_casts(device_type: str, formats: Iterable[str] = ()) -> Device:
+    """A `Device` with its native formats and measured casts, into the given formats with a scale and out of them as
+    well, E4M3 always among them; op timings are added by `time_ops`. Each pair is measured once in a process."""
+    narrow = dict.fromkeys(["fp8_e4m3", *(f for f in formats if is_scaled(f))])
+    names = (*_FORMATS, *narrow)
+    casts = tuple(_cast(device_type, a, b) for a in names for b in names if a != b)
     name = torch.cuda.get_device_name() if device_type == "cuda" else f"cpu {torch.backends.cpu.get_cpu_capability()}"
-    return Device(name=name, type=device_type, native=native_formats(device_type), casts=tuple(casts))
+    return Device(name=name, type=device_type, native=native_formats(device_type), casts=casts)
+
+
+@cache
+def _cast(device_type: str, source: str, target: str) -> CastTiming:
+    device = torch.device(device_type)
+    runs: list[Callable[[], object]] = []
+    for n in _CAST_SIZES:
+        x = torch.randn(n, device=device).to(dtype_of("fp32" if is_scaled(source) else source))
+        if not is_scaled(source):
+            dtype = None if is_scaled(target) else dtype_of(target)
+            runs.append(partial(encode, x, target) if dtype is None else partial(x.to, dtype))
+        else:
+            runs.append(partial(_again, encode(x, source), target))
+    return _cast_timing(source, target, _CAST_SIZES, [_seconds(run, device) for run in runs])
+
+
+def _again(packed: Packed, target: str) -> object:
+    """Out of a format with a scale, by way of BF16 into another one."""
+    return encode(decode(packed, torch.bfloat16), target) if is_scaled(target) else decode(packed, dtype_of(target))
 
 
 def _cast_timing(source: str, target: str, sizes: Sequence[int], seconds: Sequence[float]) -> CastTiming:
@@ -143,7 +154,9 @@ def _candidates(case: TimingCase, formats: Iterable[str]) -> tuple[str, ...]:
         return ("fp32",)  # nothing to decide, but its seconds and its workspace count
     if case.op.op_class not in (OpClass.GEMM, OpClass.POINTWISE, OpClass.NORM, OpClass.RECURRENT):
         return ()
-    return ("fp32",) if case.op.pinned else tuple(dict.fromkeys(("fp32", *formats)))
+    product = case.op.op_class is OpClass.GEMM and case.op.kind != "scaled_dot_product_attention"
+    taken = (f for f in formats if product or not is_scaled(f))
+    return ("fp32",) if case.op.pinned else tuple(dict.fromkeys(("fp32", *taken)))
 
 
 def _time_case(
@@ -267,7 +280,7 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
 
 def _callable(case: TimingCase, fmt: str, device_type: str) -> tuple[Callable[[], Any], list[Tensor], list[Tensor]]:
     """A function that runs the op in `fmt`, the tensors whose gradients it gives, and all that it is given."""
-    op, node, dtype = case.op, case.op.node, dtype_of(fmt)
+    op, node, dtype = case.op, case.op.node, dtype_of(result_format(fmt))
     leaves: list[Tensor] = []
     given: list[Tensor] = []
 
@@ -294,14 +307,16 @@ def _callable(case: TimingCase, fmt: str, device_type: str) -> tuple[Callable[[]
         given.append(x)
         if fmt != "fp32":
             spec = gemm_spec({Role.OUTPUT: fmt}, device_type)
+            copy = encode(x, fmt) if is_scaled(fmt) else None
+            given += [] if copy is None else [copy.payload]
             if op.kind in CONVS:
                 options = conv_options(op.kind, named)
-                return lambda: conv(x, w, b, None, spec, options), leaves, given
+                return lambda: conv(x, w, b, None, spec, options, operand=copy), leaves, given
             if op.kind in GROUPED:
                 offs = _even(named["offs"], x.shape[0])
-                return lambda: grouped_linear(x, w, offs, None, spec), leaves, given
+                return lambda: grouped_linear(x, w, offs, None, spec, operand=copy), leaves, given
             transposed = op.gemm.transposed
-            return lambda: linear(x, w.t() if transposed else w, b, None, spec), leaves, given
+            return lambda: linear(x, w.t() if transposed else w, b, None, spec, operand=copy), leaves, given
         own = {id(named["input"]): x}
         if op.kind in GROUPED:
             own[id(named["offs"])] = _even(named["offs"], x.shape[0])

@@ -24,7 +24,8 @@ def write_calibration(target: str, out: Path, policy: str, device_out: Path | No
     from autoprec.serial import check_writable, load_policy, write_device, write_profile
 
     # Timed in every format, so that any policy can plan from these files.
-    chosen = load_policy(policy).replaced(formats=COMPUTE_FORMATS)
+    chosen = load_policy(policy)
+    chosen = chosen.replaced(formats=tuple(dict.fromkeys((*COMPUTE_FORMATS, *chosen.formats))))
     device_out = device_out or device_path(out)
     check_writable(out, ProfileError)
     check_writable(device_out, DeviceError)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from autoprec.errors import PlanError
+from autoprec.formats import result_format
 from autoprec.graphs import Role
 from autoprec.numerics.dtypes import dtype_of, format_of
 from autoprec.plans import Plan
@@ -40,7 +41,7 @@ class CheckingInterpreter(GraphInterpreter):
         for y in result if isinstance(result, (tuple, list)) else (result,):
             if not isinstance(y, Tensor) or not y.is_floating_point():
                 continue
-            if claimed is not None and y.dtype is not dtype_of(claimed):
+            if claimed is not None and y.dtype is not dtype_of(result_format(claimed)):
                 raise PlanError(f"{op.id} is planned in {claimed} but gives {y.dtype}; please report this model")
             if y.dtype in (torch.float32, torch.bfloat16, torch.float16):
                 self.executed[op.id] = format_of(y.dtype)

@@ -36,7 +36,7 @@ def judge(plan: Plan, graph: OpGraph, window: Profile, limits: Monitor) -> tuple
         if fmt_name is None:
             continue
         fmt = format_named(fmt_name)
-        if fmt.max_value > 1e38:  # the range of float32 itself: nothing that is finite leaves it
+        if fmt.scaled or fmt.max_value > 1e38:  # nothing that is finite leaves a scaled format, or float32's own range
             continue
         verdict = _judge_op(op, fmt, window, limits)
         if verdict is not None:

@@ -8,7 +8,7 @@ import torch
 
 from autoprec.errors import UnsupportedError
 
-__all__ = ["dtype_of", "format_of", "native_formats"]
+__all__ = ["dtype_of", "format_of", "has_dtype", "native_formats"]
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -24,9 +24,18 @@ def dtype_of(format_name: str) -> torch.dtype:
     return _DTYPES[format_name]
 
 
+def has_dtype(format_name: str) -> bool:
+    """Whether torch has the format; others are held as codes (`numerics.rounding`)."""
+    return format_name in _DTYPES
+
+
 def format_of(dtype: torch.dtype) -> str:
     """The name of the format that a torch dtype holds."""
     return next(name for name, d in _DTYPES.items() if d is dtype)
+
+
+#: Compute capability of the first CUDA devices with FP8 products (Ada; CUDA C programming guide, table of features).
+_FIRST_WITH_FP8 = (8, 9)
 
 
 @cache
@@ -49,5 +58,7 @@ def native_formats(device_type: str) -> tuple[str, ...]:
         names = ["fp32", "fp16"]
         if torch.cuda.is_bf16_supported(including_emulation=False):
             names.append("bf16")
+        if torch.cuda.get_device_capability() >= _FIRST_WITH_FP8:
+            names += ["fp8_e5m2", "fp8_e4m3"]
         return tuple(names)
     raise UnsupportedError(f"device type {device_type!r} is not supported; supported: cpu, cuda")

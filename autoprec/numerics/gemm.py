@@ -1,9 +1,8 @@
 """Linears, convolutions and matrix products with a format for each role, and a storage for the input they keep.
 
-`output` runs in the format of the input that is handed in; `grad_input` and `grad_weight` cast what they read. Where
-the device has no GEMM in a format, operands rounded to it are upcast to FP32 (exact), multiplied, and the result is
-rounded once. Parameters come in as FP32 masters: they are cast inside and cast again in the backward pass, so no
-weight copy is kept. Gradients of parameters are returned in FP32.
+Each role rounds its operands to its format (`numerics.products`). Parameters come in as FP32 masters: they are cast
+inside and cast again in the backward pass, so no weight copy is kept. Gradients of parameters are returned in FP32. A
+layer whose output is computed in FP8 keeps the FP8 copy of its input that it read.
 """
 
 from __future__ import annotations
@@ -13,11 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from autoprec.formats import is_scaled, other_operand
 from autoprec.numerics.double_backward import refuse_double_backward
+from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.packing import Packed, decode, pack_bits, unpack_bits
+from autoprec.numerics.products import GemmSpec, rows_times_rows
 
 __all__ = [
     "ConvOptions",
@@ -29,37 +30,6 @@ __all__ = [
     "relu_keeping_bits",
     "rows_of",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GemmSpec:
-    """The arithmetic of one op: dtypes by role, which of them the device computes itself, and the FP16 region's scale
-    (gradients that arrive carry the factor 2**scale_log2). Where only gradient roles are FP16, the arriving gradient
-    is multiplied by 2**local_scale_log2 before it is rounded, and each product divided by it."""
-
-    output: torch.dtype
-    grad_input: torch.dtype
-    grad_weight: torch.dtype
-    native: tuple[torch.dtype, ...]
-    scale_log2: int = 0
-    local_scale_log2: int = 0
-
-    def operand(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """`x` rounded to `dtype`, in the dtype in which the product is computed."""
-        x = x.to(dtype)
-        return x if dtype in self.native else x.float()
-
-    def gradient(self, g: Tensor, dtype: torch.dtype) -> Tensor:
-        """The arriving gradient as an operand in `dtype`."""
-        if self.local_scale_log2 and dtype is torch.float16:
-            g = g.float() * 2.0**self.local_scale_log2
-        return self.operand(g, dtype)
-
-    def product(self, p: Tensor, dtype: torch.dtype) -> Tensor:
-        """A product of `gradient(…, dtype)`, without the local scale."""
-        if self.local_scale_log2 and dtype is torch.float16:
-            return p.float() * 2.0**-self.local_scale_log2
-        return p
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,19 +47,34 @@ def rows_of(x: Tensor) -> Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
-def _saved_input(ctx: Any, first: Tensor, second: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if not ctx.packed:
-        return first
-    refuse_double_backward("a layer that keeps its input in a narrow format")
-    return decode(Packed(first, second), dtype)
+def _read(x: Tensor, operand: Packed | None, spec: GemmSpec) -> Tensor | Packed:
+    """What the output is computed from: `x`, or its copy in a format with a scale, made now if nobody made it yet."""
+    if not is_scaled(spec.output):
+        return x
+    return spec.packed(x if operand is None else operand, spec.output)
 
 
-def _save(ctx: Any, x: Tensor, weight: Tensor, payload: Tensor | None, inverse_scale: Tensor | None) -> None:
-    ctx.packed = payload is not None
-    if payload is None:
-        ctx.save_for_backward(x, None, weight)
-    else:
-        ctx.save_for_backward(payload, inverse_scale, weight)
+def _save(ctx: Any, read: Tensor | Packed, weight: Tensor, kept: Packed | None) -> None:
+    """Keep what was read, or the narrow copy that is kept instead."""
+    saved = read if kept is None else kept
+    ctx.kept_as = saved.format if isinstance(saved, Packed) else None
+    first, second = (saved.payload, saved.inverse_scale) if isinstance(saved, Packed) else (saved, None)
+    ctx.save_for_backward(first, second, weight)
+
+
+def _saved(ctx: Any) -> tuple[Tensor | Packed, Tensor]:
+    """The input as it was kept, and the weight. Once: inside a checkpoint a second look would ask for another
+    recomputation."""
+    first, second, weight = ctx.saved_tensors
+    return (first if ctx.kept_as is None else Packed(first, second, ctx.kept_as)), weight
+
+
+def _refuse_copies(ctx: Any) -> None:
+    """A narrow copy has lost its way back to what it is a copy of."""
+    if ctx.kept_as is not None:
+        refuse_double_backward("a layer that keeps its input in a narrow format")
+    if not ctx.spec.plain:
+        refuse_double_backward("a product in FP8 or in a format of one's own")
 
 
 def _unscaled(ctx: Any, grad: Tensor, like: torch.dtype) -> Tensor:
@@ -116,19 +101,6 @@ def _channel_sums(grad: Tensor) -> Tensor:
     return total
 
 
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b as it was accumulated, in FP32, where the device gives it: a scaled sum over rows can leave FP16."""
-    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a @ b
-
-
-def _input_gradient(spec: GemmSpec, grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A function of its own, so that what it makes on the way is gone when the weight's gradient is made."""
-    product = spec.gradient(grad, spec.grad_input) @ spec.operand(weight, spec.grad_input)
-    return spec.product(product, spec.grad_input).to(dtype)
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -136,31 +108,51 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        payload: Tensor | None,
-        inverse_scale: Tensor | None,
+        operand: Packed | None,
+        kept: Packed | None,
         spec: GemmSpec,
     ) -> Tensor:
         ctx.spec, ctx.x_dtype, ctx.has_bias = spec, x.dtype, bias is not None
-        _save(ctx, x, weight, payload, inverse_scale)
-        b = None if bias is None else spec.operand(bias, spec.output)
-        return F.linear(spec.operand(x, spec.output), spec.operand(weight, spec.output), b).to(spec.output)
+        read = _read(x, operand, spec)
+        _save(ctx, read, weight, kept)
+        # Detached, because torch lets nobody change a view in place that a custom function returns.
+        return rows_times_rows(read, weight, spec.output, spec, spec.result, bias).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         spec: GemmSpec = ctx.spec
-        # Read once: inside a checkpoint a second look would ask for another recomputation.
-        first, second, weight = ctx.saved_tensors
+        read, weight = _saved(ctx)
         grad_x = grad_w = grad_b = None
         flat = rows_of(grad)
+        if ctx.needs_input_grad[1] or not spec.plain:
+            _refuse_copies(ctx)
         if ctx.needs_input_grad[0]:
             grad_x = _input_gradient(spec, flat, weight, ctx.x_dtype).view(*grad.shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[1]:
-            x = spec.operand(_saved_input(ctx, first, second, spec.grad_weight), spec.grad_weight)
-            product = _wide_product(spec.gradient(flat, spec.grad_weight).t(), rows_of(x))
+            columns = _columns(read, spec, other_operand(spec.grad_weight))
+            g = spec.gradient(flat, spec.grad_weight)
+            product = rows_times_rows(g.t(), columns, spec.grad_weight, spec, torch.float32)
             grad_w = _unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_b = _unscaled(ctx, _channel_sums(flat), weight.dtype)
         return grad_x, grad_w, grad_b, None, None, None
+
+
+def _input_gradient(spec: GemmSpec, grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A function of its own, so that what it makes on the way is gone when the weight's gradient is made."""
+    g = spec.gradient(grad, spec.grad_input)
+    made = torch.float32 if spec.shifts(spec.grad_input) else dtype
+    product = rows_times_rows(g, weight.t(), spec.grad_input, spec, made)
+    return spec.product(product, spec.grad_input).to(dtype)
+
+
+def _columns(x: Tensor | Packed, spec: GemmSpec, fmt: str) -> Tensor | Packed:
+    """Columns as rows, (…, K) → (K, M): the second operand of a weight's gradient. One scale serves them too."""
+    if isinstance(x, Packed) and (x.format != fmt or spec.rowwise):
+        x = decode(x, spec.wide(x.format) if is_scaled(fmt) else dtype_of(fmt))
+    if not isinstance(x, Packed):
+        return rows_of(x).t()
+    return x._replace(payload=rows_of(x.payload).t())
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -171,37 +163,46 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
-        payload: Tensor | None,
-        inverse_scale: Tensor | None,
+        operand: Packed | None,
+        kept: Packed | None,
         offs: Tensor,
         spec: GemmSpec,
     ) -> Tensor:
         ctx.spec, ctx.x_dtype, ctx.groups = spec, x.dtype, _groups(offs)
-        _save(ctx, x, weight, payload, inverse_scale)
-        rows, w = spec.operand(x, spec.output), spec.operand(weight, spec.output)
+        read = _read(x, operand, spec)
+        _save(ctx, read, weight, kept)
+        rows, w = spec.operand(read, spec.output), spec.operand(weight, other_operand(spec.output))
         y = rows.new_zeros(x.shape[0], weight.shape[2])
         for i, group in enumerate(ctx.groups):
             torch.mm(rows[group], w[i], out=y[group])
-        return y.to(spec.output)
+        return y.to(spec.result)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         refuse_double_backward("grouped products (experts)")
         spec: GemmSpec = ctx.spec
-        first, second, weight = ctx.saved_tensors
+        read, weight = _saved(ctx)
         grad_x = grad_w = None
         if ctx.needs_input_grad[0]:
-            g, w = spec.gradient(grad, spec.grad_input), spec.operand(weight, spec.grad_input)
+            g = spec.operand(spec.gradient(grad, spec.grad_input), spec.grad_input)
+            w = spec.operand(weight, other_operand(spec.grad_input))
             grad_x = g.new_zeros(grad.shape[0], weight.shape[1])
             for i, group in enumerate(ctx.groups):
                 torch.mm(g[group], w[i].t(), out=grad_x[group])
             grad_x = spec.product(grad_x, spec.grad_input).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
-            g = spec.gradient(grad, spec.grad_weight)
-            x = spec.operand(_saved_input(ctx, first, second, spec.grad_weight), spec.grad_weight)
+            g = spec.operand(spec.gradient(grad, spec.grad_weight), spec.grad_weight)
+            x = spec.operand(read, other_operand(spec.grad_weight))
             product = torch.stack([_wide_product(x[group].t(), g[group]) for group in ctx.groups])
             grad_w = _unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
         return grad_x, grad_w, None, None, None, None
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b as it was accumulated, in FP32, where the device gives it: a scaled sum over rows can leave FP16."""
+    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a @ b
 
 
 def _groups(offs: Tensor) -> list[slice]:
@@ -217,18 +218,20 @@ class _Conv(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        payload: Tensor | None,
-        inverse_scale: Tensor | None,
+        operand: Packed | None,
+        kept: Packed | None,
         spec: GemmSpec,
         options: ConvOptions,
     ) -> Tensor:
         ctx.spec, ctx.x_dtype, ctx.has_bias, ctx.options = spec, x.dtype, bias is not None, options
-        _save(ctx, x, weight, payload, inverse_scale)
-        b = None if bias is None else spec.operand(bias, spec.output)
+        read = _read(x, operand, spec)
+        _save(ctx, read, weight, kept)
+        w = spec.operand(weight, other_operand(spec.output))
+        b = None if bias is None else bias.to(spec.result).to(w.dtype)
         o = options
         return torch.convolution(
-            spec.operand(x, spec.output),
-            spec.operand(weight, spec.output),
+            spec.operand(read, spec.output),
+            w,
             b,
             o.stride,
             o.padding,
@@ -236,23 +239,24 @@ class _Conv(torch.autograd.Function):
             False,
             (0,) * len(o.stride),
             o.groups,
-        ).to(spec.output)
+        ).to(spec.result)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         spec: GemmSpec = ctx.spec
-        # Read once: inside a checkpoint a second look would ask for another recomputation.
-        first, second, weight = ctx.saved_tensors
+        read, weight = _saved(ctx)
         grad_x = grad_w = grad_b = None
-        x = spec.operand(_saved_input(ctx, first, second, spec.grad_weight), spec.grad_weight)
+        _refuse_copies(ctx)
+        x = spec.operand(read, other_operand(spec.grad_weight))
         if ctx.needs_input_grad[0]:
-            w = spec.operand(weight, spec.grad_input)
+            w = spec.operand(weight, other_operand(spec.grad_input))
+            g = spec.operand(spec.gradient(grad, spec.grad_input), spec.grad_input)
             # The input's values do not enter its own gradient, only its shape does.
-            grad_x = _conv_backward(ctx.options, spec.gradient(grad, spec.grad_input), x.to(w.dtype), w, 0)
+            grad_x = _conv_backward(ctx.options, g, x.to(w.dtype), w, 0)
             grad_x = spec.product(grad_x, spec.grad_input).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
-            w = spec.operand(weight, spec.grad_weight)
-            g = spec.gradient(grad, spec.grad_weight)
+            w = spec.operand(weight, other_operand(spec.grad_weight))
+            g = spec.operand(spec.gradient(grad, spec.grad_weight), spec.grad_weight)
             product = _conv_backward(ctx.options, g, x, w, 1)
             grad_w = _unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
@@ -274,20 +278,28 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, spec: GemmSpec) -> Tensor:
-        ctx.spec = spec
-        ctx.save_for_backward(a, b)
-        return (spec.operand(a, spec.output) @ spec.operand(b, spec.output)).to(spec.output)
+        ctx.spec, ctx.dtypes = spec, (a.dtype, b.dtype)
+        left, right = _read(a, None, spec), _read(b, None, spec)
+        ctx.kept_as = left.format if isinstance(left, Packed) else None
+        kept = [(t.payload, t.inverse_scale) if isinstance(t, Packed) else (t, None) for t in (left, right)]
+        ctx.save_for_backward(*kept[0], *kept[1])
+        return (spec.operand(left, spec.output) @ spec.operand(right, spec.output)).to(spec.result)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         spec: GemmSpec = ctx.spec
-        a, b = ctx.saved_tensors
-        g = spec.operand(grad, spec.output)
+        _refuse_copies(ctx)
+        a, scale_a, b, scale_b = ctx.saved_tensors
+        if ctx.kept_as is not None:
+            a, b = Packed(a, scale_a, ctx.kept_as), Packed(b, scale_b, ctx.kept_as)
+        shape_a, shape_b = (t.payload.shape if isinstance(t, Packed) else t.shape for t in (a, b))
+        fmt, beside = spec.grad_input, other_operand(spec.grad_input)
+        g = spec.operand(grad, fmt)
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_a = _product_to(g, spec.operand(b, spec.output).mT, a.shape).to(a.dtype)
+            grad_a = _product_to(g, spec.operand(b, beside).mT, shape_a).to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
-            grad_b = _product_to(spec.operand(a, spec.output).mT, g, b.shape).to(b.dtype)
+            grad_b = _product_to(spec.operand(a, beside).mT, g, shape_b).to(ctx.dtypes[1])
         return grad_a, grad_b, None
 
 
@@ -328,24 +340,42 @@ def _apply(function: Callable[..., Any], *args: Any) -> Tensor:
     return result
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed | None, spec: GemmSpec) -> Tensor:
-    """x·Wᵀ + b; x (…, K) in `spec.output`'s dtype, weight (N, K) and bias (N,) masters; returns (…, N)."""
-    payload, inverse_scale = packed if packed is not None else (None, None)
-    return _apply(_Linear.apply, x, weight, bias, payload, inverse_scale, spec)
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    kept: Packed | None,
+    spec: GemmSpec,
+    *,
+    operand: Packed | None = None,
+) -> Tensor:
+    """x·Wᵀ + b; x (…, K), weight (N, K) and bias (N,) masters; returns (…, N) in `spec.result`.
+
+    `kept` is what the backward pass reads x from, if not from what the product read. `operand` is x in the format of
+    the output role where that carries a scale, if somebody made it already; the gradient goes to x.
+    """
+    return _apply(_Linear.apply, x, weight, bias, operand, kept, spec)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, offs: Tensor, packed: Packed | None, spec: GemmSpec) -> Tensor:
+def grouped_linear(
+    x: Tensor, weight: Tensor, offs: Tensor, kept: Packed | None, spec: GemmSpec, *, operand: Packed | None = None
+) -> Tensor:
     """x (rows, in), sorted by expert, times weight (experts, in, out); `offs` (experts,) are the ends of their rows."""
-    payload, inverse_scale = (None, None) if packed is None else packed
-    return _apply(_GroupedLinear.apply, x, weight, payload, inverse_scale, offs, spec)
+    return _apply(_GroupedLinear.apply, x, weight, operand, kept, offs, spec)
 
 
 def conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed | None, spec: GemmSpec, options: ConvOptions
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    kept: Packed | None,
+    spec: GemmSpec,
+    options: ConvOptions,
+    *,
+    operand: Packed | None = None,
 ) -> Tensor:
     """Convolution (1-D to 3-D) of a batched input, as torch.convolution defines it."""
-    payload, inverse_scale = packed if packed is not None else (None, None)
-    return _apply(_Conv.apply, x, weight, bias, payload, inverse_scale, spec, options)
+    return _apply(_Conv.apply, x, weight, bias, operand, kept, spec, options)
 
 
 def matmul(a: Tensor, b: Tensor, spec: GemmSpec) -> Tensor:

@@ -1,12 +1,16 @@
-"""Narrow storages of saved tensors: BF16, scaled E4M3, and one bit per element for ReLU.
+"""Tensors in narrow formats: what is kept for backward, and the operands of products.
 
-E4M3 is kept as bytes with a power-of-two scale 2^a, the largest with amax·2^a ≤ 448 (current scaling). Decoding moves
-the bits into place: `s eeee mmm` becomes the BF16 pattern `s 0000eeee mmm0000`, which is 2^-120 times the value,
-subnormals included. Exact for all finite patterns; NaN travels in the scale.
+A format of a byte or less carries a power-of-two scale 2^a, the largest with amax·2^a ≤ the format's largest value
+(current scaling): one for the tensor, or one for each row. Powers of two leave the mantissa alone, so that decoding is
+exact in every wider format. What is not finite is counted before the cast, not after it: NaN travels in the scale.
+
+Decoding moves bits into place. E4M3's `s eeee mmm` becomes the BF16 pattern `s 0000eeee mmm0000`, which is 2^-120 times
+the value, subnormals included; E5M2 is the upper byte of an FP16 number. Exact for all finite patterns.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -14,87 +18,109 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autoprec.numerics.dtypes import dtype_of
+from autoprec.formats import Format, format_named
+from autoprec.numerics.dtypes import dtype_of, has_dtype
+from autoprec.numerics.rounding import from_codes, rounded, to_codes
 
-__all__ = ["Packed", "amax_of", "decode", "decode_e4m3", "encode", "encode_e4m3", "pack_bits", "unpack_bits"]
+__all__ = ["Packed", "amax_of", "decode", "encode", "pack_bits", "unpack_bits"]
 
 #: Elements that are packed at a time. On a CPU what is made on the way then fits the caches
 #: (docs/measurements/pieces.md); larger pieces keep a GPU busy.
 _CPU_PIECE, _PIECE = 1 << 18, 1 << 24
 
-_E4M3_MAX = 448.0
-_BITS = -0x7810  # 0x87F0 as int16: sign, then eeeemmm four places up
+_E4M3_BITS = -0x7810  # 0x87F0 as int16: sign, then eeeemmm four places up
 
 
 class Packed(NamedTuple):
-    """A tensor kept in a narrow format. In E4M3: bytes of the tensor's shape, and the inverse scale 2^-a (0-dim,
-    float32); in BF16: the rounded tensor, and None."""
+    """A tensor in a narrow format.
+
+    Attributes:
+        payload: bytes of the tensor's shape; in BF16 and FP16 the rounded tensor.
+        inverse_scale: 2^-a, float32; 0-dim, or (…, 1) for a scale per row. None for formats without a scale.
+        format: its name.
+    """
 
     payload: Tensor
     inverse_scale: Tensor | None
+    format: str
 
 
-def amax_of(x: Tensor) -> Tensor:
-    """Largest magnitude, 0-dim float32; NaN if there is one. aminmax is 25 times faster here than an infinity norm."""
+def amax_of(x: Tensor, *, rowwise: bool = False) -> Tensor:
+    """Largest magnitude, 0-dim float32, or (…, 1) for each row; NaN if there is one. aminmax is 25 times faster here
+    than an infinity norm."""
+    x = x.detach()
     if x.numel() == 0:
-        return torch.zeros((), dtype=torch.float32, device=x.device)
-    low, high = torch.aminmax(x.detach())
+        return torch.zeros((*x.shape[:-1], 1) if rowwise else (), dtype=torch.float32, device=x.device)
+    low, high = torch.aminmax(x, dim=-1, keepdim=True) if rowwise else torch.aminmax(x)
     return torch.maximum(-low, high).float()
 
 
-def encode_e4m3(x: Tensor) -> Packed:
-    """Pack `x` (float32, bfloat16 or float16). A tensor with inf or NaN in it decodes to NaN everywhere."""
+def _scale_of(amax: Tensor, fmt: Format) -> Tensor:
+    """2^a with the largest a such that amax·2^a ≤ the format's largest value, within ±126; 1 for amax 0."""
+    mantissa, exponent = torch.frexp(amax)
+    most, most_log2 = math.frexp(fmt.max_value)
+    a = most_log2 - exponent - (mantissa > most).to(torch.int32)
+    scale = torch.ldexp(torch.ones_like(amax), a.clamp(-126, 126))
+    return torch.where((amax > 0) & amax.isfinite(), scale, torch.ones_like(amax))
+
+
+def encode(x: Tensor, format_name: str, *, rowwise: bool = False) -> Packed:
+    """`x` (float32, bfloat16 or float16) in a narrow format; in its own, `x` itself.
+
+    A tensor (a row, where each has its scale) with inf or NaN in it decodes to NaN everywhere, if the format carries a
+    scale; in FP16, values beyond the format become inf.
+    """
+    fmt = format_named(format_name)
     with torch.no_grad():
-        amax = amax_of(x)
-        _, exponent = torch.frexp(_E4M3_MAX / amax)
-        one = torch.ones((), dtype=torch.float32, device=x.device)
-        scale = torch.where(amax > 0, torch.ldexp(one, (exponent - 1).clamp(-126, 126)), one)
-        payload = torch.empty_like(x, dtype=torch.float8_e4m3fn, requires_grad=False)
-        for source, target in _pieces(x.detach(), payload):
+        x = x.detach()
+        if not fmt.scaled:
+            return Packed(x.to(dtype_of(fmt.name)), None, fmt.name)
+        amax = amax_of(x, rowwise=rowwise)
+        scale = _scale_of(amax, fmt)
+        held = dtype_of(fmt.name) if has_dtype(fmt.name) else torch.uint8
+        payload = torch.empty_like(x, dtype=held, requires_grad=False)
+        for source, target in _pieces(x, payload, whole=rowwise):
             # FP32 for FP16: a scale, a tensor on the device, would be rounded to FP16, where 2^16 is inf.
             wide = source.float() if x.dtype is torch.float16 else source
-            target.copy_((wide * scale).clamp_(-_E4M3_MAX, _E4M3_MAX))
-        inverse = torch.where(amax.isfinite(), 1.0 / scale, torch.full_like(one, float("nan")))
-        return Packed(payload.view(torch.uint8), inverse)
+            inside = (wide * scale).clamp_(-fmt.max_value, fmt.max_value)
+            target.copy_(inside if has_dtype(fmt.name) else to_codes(rounded(inside.float().nan_to_num_(), fmt), fmt))
+        inverse = torch.where(amax.isfinite(), 1.0 / scale, torch.full_like(amax, float("nan")))
+        return Packed(payload.view(torch.uint8), inverse, fmt.name)
 
 
-def _pieces(x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _pieces(x: Tensor, y: Tensor, *, whole: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
     """Two tensors of one layout, piece by piece, so that what is made on the way stays small."""
     most = _CPU_PIECE if x.device.type == "cpu" else _PIECE
-    if x.numel() <= most or not x.is_contiguous() or not y.is_contiguous():
+    if whole or x.numel() <= most or not x.is_contiguous() or not y.is_contiguous():
         yield x, y
         return
     yield from zip(x.view(-1).split(most), y.view(-1).split(most), strict=True)
 
 
-def encode(x: Tensor, storage: str) -> Packed:
-    """`x` (float32, bfloat16 or float16) in a narrow storage; in BF16, `x` itself if it is that already."""
-    return encode_e4m3(x) if storage == "fp8_e4m3" else Packed(x.detach().to(dtype_of(storage)), None)
-
-
 def decode(packed: Packed, dtype: torch.dtype) -> Tensor:
-    """What was kept, in `dtype`."""
-    return packed.payload.to(dtype) if packed.inverse_scale is None else decode_e4m3(packed, dtype)
-
-
-def decode_e4m3(packed: Packed, dtype: torch.dtype) -> Tensor:
-    """The packed tensor in `dtype`; exact in BF16, FP16 (in its range) and FP32."""
-    assert packed.inverse_scale is not None
+    """What was packed, in `dtype` (float32, bfloat16 or float16): exact where that has the numbers, else rounded."""
+    fmt = format_named(packed.format)
+    if packed.inverse_scale is None:
+        return packed.payload.to(dtype)
     if dtype is torch.bfloat16:
-        return _moved(packed.payload).mul_(packed.inverse_scale)
+        return _unscaled(packed.payload, fmt).mul_(packed.inverse_scale)
     out = torch.empty_like(packed.payload, dtype=dtype)
-    for source, target in _pieces(packed.payload, out):
-        if dtype is torch.float16:  # 2^-a can be below FP16's smallest number
-            target.copy_(_moved(source).float().mul_(packed.inverse_scale))
-        else:
-            target.copy_(_moved(source)).mul_(packed.inverse_scale)
+    for source, target in _pieces(packed.payload, out, whole=packed.inverse_scale.dim() > 0):
+        if dtype is torch.float32:
+            target.copy_(_unscaled(source, fmt)).mul_(packed.inverse_scale)
+        else:  # 2^-a can be below FP16's smallest number
+            target.copy_(_unscaled(source, fmt).float().mul_(packed.inverse_scale))
     return out
 
 
-def _moved(payload: Tensor) -> Tensor:
-    """The values as BF16, without their scale. Two factors in all, because 2^120·2^-a can leave float32."""
-    bits = payload.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(_BITS)
-    return bits.view(torch.bfloat16).mul_(2.0**120)
+def _unscaled(payload: Tensor, fmt: Format) -> Tensor:
+    """The values as BF16, without their scale."""
+    if fmt.name == "fp8_e4m3":  # two factors in all, because 2^120·2^-a can leave float32
+        bits = payload.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(_E4M3_BITS)
+        return bits.view(torch.bfloat16).mul_(2.0**120)
+    if fmt.name == "fp8_e5m2":
+        return (payload.to(torch.int16) << 8).view(torch.float16).to(torch.bfloat16)
+    return from_codes(payload, fmt).to(torch.bfloat16)
 
 
 def pack_bits(mask: Tensor) -> Tensor:

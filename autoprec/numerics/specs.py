@@ -10,8 +10,9 @@ from torch import fx
 
 from autoprec.graphs import Role
 from autoprec.numerics.dtypes import dtype_of, native_formats
-from autoprec.numerics.gemm import ConvOptions, GemmSpec
+from autoprec.numerics.gemm import ConvOptions
 from autoprec.numerics.norms import NormCall
+from autoprec.numerics.products import GemmSpec
 
 __all__ = ["NORM_SIGNATURE", "conv_options", "fit_scalars", "gemm_spec", "norm_call"]
 
@@ -28,10 +29,10 @@ def gemm_spec(
     """The arithmetic of an op from its format per role (missing gradient roles follow `output`)."""
     output = formats[Role.OUTPUT]
     return GemmSpec(
-        output=dtype_of(output),
-        grad_input=dtype_of(formats.get(Role.GRAD_INPUT, output)),
-        grad_weight=dtype_of(formats.get(Role.GRAD_WEIGHT, output)),
-        native=tuple(dtype_of(f) for f in native_formats(device_type)),
+        output=output,
+        grad_input=formats.get(Role.GRAD_INPUT, output),
+        grad_weight=formats.get(Role.GRAD_WEIGHT, output),
+        native=native_formats(device_type),
         scale_log2=scale_log2,
         local_scale_log2=local_scale_log2,
     )

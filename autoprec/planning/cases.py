@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autoprec.checks import check_amount, check_choice, check_unique
+from autoprec.checks import check_amount, check_format, check_storage, check_unique
 from autoprec.errors import InputError
-from autoprec.formats import COMPUTE_FORMATS, STORAGE_FORMATS
 from autoprec.graphs import Role
 from autoprec.planning.values import PlanTensor, Problem, Unit, Use
 
@@ -75,7 +74,7 @@ class _Check:
                 raise InputError("tied units must have the same options", at=("problem", "ties", i))
 
     def unit(self, at: At, unit: Unit) -> None:
-        self.among(at, "options", unit.options, COMPUTE_FORMATS)
+        self.formats(at, "options", unit.options)
         if not unit.options:
             raise InputError("a unit needs at least one option", at=(*at, "options"))
         for name, needed in (("seconds", True), ("workspace", True), ("backward_workspace", False), ("kept", False)):
@@ -93,8 +92,10 @@ class _Check:
     def tensor(self, at: At, t: PlanTensor) -> None:
         self.amounts(at, t, "numel", "wide_bytes")
         check_amount(t.runs, "runs", InputError, *at, "runs")
-        self.among(at, "storages", t.storages, STORAGE_FORMATS)
-        self.among(at, "saturates", t.saturates, COMPUTE_FORMATS)
+        self.formats(at, "storages", t.storages)
+        for k, name in enumerate(t.storages):
+            check_storage(name, InputError, *at, "storages", k)
+        self.formats(at, "saturates", t.saturates)
         self.energies((*at, "loss_noise"), t.loss_noise)
         self.index((*at, "birth"), t.birth, self.ops, "moment")
         self.unit_index((*at, "born"), t.born)
@@ -188,9 +189,8 @@ class _Check:
 
     def energies(self, at: At, pairs: Sequence[tuple[str, float]]) -> None:
         """By format; without bound where the values leave it."""
-        known = tuple(dict.fromkeys((*COMPUTE_FORMATS, *STORAGE_FORMATS)))
         for k, (name, value) in enumerate(pairs):
-            check_choice(name, known, "format", InputError, *at, k, 0)
+            check_format(name, InputError, *at, k, 0)
             if not value >= 0.0:
                 raise InputError(f"it must be at least 0, not {value}", at=(*at, k, 1))
 
@@ -199,7 +199,7 @@ class _Check:
             self.index((*at, k, 0), variance, self.problem.variances, "variance")
             self.amount((*at, k, 1), share)
 
-    def among(self, at: At, key: str, names: Sequence[str], valid: Sequence[str]) -> None:
+    def formats(self, at: At, key: str, names: Sequence[str]) -> None:
         for k, name in enumerate(names):
-            check_choice(name, valid, "format", InputError, *at, key, k)
+            check_format(name, InputError, *at, key, k)
         check_unique(names, "the format", InputError, *at, key)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from autoprec.formats import other_operand, result_format
 from autoprec.planning.values import Choice, Problem
 
 __all__ = ["Decisions"]
@@ -27,6 +28,8 @@ class Decisions:
         self._problem = problem
         names = dict.fromkeys(["fp32", *(f for u in problem.units for f in u.options)])
         names |= dict.fromkeys(f for t in problem.tensors for f in t.storages)
+        names |= dict.fromkeys(other_operand(f) for f in tuple(names))
+        names |= dict.fromkeys(result_format(f) for f in tuple(names))
         self.formats = tuple(names)
         self.number = {f: k for k, f in enumerate(self.formats)}
         self.domains: list[tuple[int, ...]] = []

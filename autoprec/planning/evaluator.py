@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Self
 
+from autoprec.formats import is_scaled, other_operand, result_format
 from autoprec.graphs import Role
 from autoprec.planning.values import (
     Choice,
@@ -95,16 +96,22 @@ class Step:
         """The format of a unit; FP32 where nothing is decided."""
         return "fp32" if unit is None else self.problem.units[unit].options[self.options[unit]]
 
+    def result(self, unit: int | None) -> str:
+        """The format in which a unit's op is given tensors and gives its result: its own, BF16 for FP8."""
+        return result_format(self.format(unit))
+
     def tensor(self, index: int) -> None:
         """Casts and copies of one tensor, and the gradient of it."""
         p, t = self.problem, self.problem.tensors[index]
-        born = self.format(t.born)
+        born = self.result(t.born)
         last = {(born, t.birth): t.birth}
         for use in t.readers:
-            key = (self.format(use.unit), t.birth)
-            last[key] = max(last.get(key, t.birth), use.moment)
+            for f in dict.fromkeys((self.result(use.unit), self.format(use.unit))):
+                last[f, t.birth] = max(last.get((f, t.birth), t.birth), use.moment)
         for f, _ in last:
-            if f != born:
+            if is_scaled(f):
+                self.seconds += t.runs * p.cast_seconds(result_format(f), f, t.numel)
+            elif f != born:
                 self.seconds += t.runs * p.cast_seconds(born, f, t.numel)
                 if t.casts_back:
                     self.seconds += p.cast_seconds(f, born, t.numel)
@@ -124,14 +131,14 @@ class Step:
         birth, where it is cast to the format that it was born in. What a further reader sends is added to what is
         there, and the gradient of a slice is one of the whole."""
         p, what = self.problem, f"gradient of {t.id}"
-        last = {self.format(use.unit): p.backward(use.moment) for use in t.gradient_readers}
+        last = {self.result(use.unit): p.backward(use.moment) for use in t.gradient_readers}
         if last:
             last.setdefault(born, p.backward(t.birth))
         for f, first in last.items():
             self.hold(what, first, p.backward(t.birth), t.numel * bytes_of(f))
         for use in t.gradient_readers[:-1]:
             then = p.backward(use.moment)
-            self.hold(f"sum of the {what}", then, then, t.numel * bytes_of(self.format(use.unit)))
+            self.hold(f"sum of the {what}", then, then, t.numel * bytes_of(self.result(use.unit)))
         for moment in t.slices:
             self.hold(f"slice of the {what}", p.backward(moment), p.backward(moment), t.numel * bytes_of(born))
 
@@ -160,10 +167,12 @@ class Step:
         """Casts of one GEMM's backward pass, and what they hold for its moment: one gradient is made after the other,
         and each casts for itself."""
         p, moment = self.problem, self.problem.backward(gemm.moment)
-        made, h, g = (self.format(u) for u in (gemm.output, gemm.grad_input, gemm.grad_weight))
-        x, out = gemm.x_numel, gemm.out_numel
+        made, h, g = (self.result(u) for u in (gemm.output, gemm.grad_input, gemm.grad_weight))
+        x, out, read = gemm.x_numel, gemm.out_numel, self.storage_read(gemm) or self.format(gemm.output)
+        beside = other_operand(self.format(gemm.grad_weight))
+        # A product in FP8 makes its copies of gradients and weights itself: they are in its own seconds.
         of_input = [(made, h, out, h), (h, made, x, h)] if gemm.has_grad_input else []
-        of_weight = [(made, g, out, g), (self.storage_read(gemm) or made, g, x, g)] if gemm.has_grad_weight else []
+        of_weight = [(made, g, out, g), (read, beside, x, beside)] if gemm.has_grad_weight else []
         held = []
         for unit, casts in ((gemm.grad_input, of_input), (gemm.grad_weight, of_weight)):
             needed = [(source, target, numel, f) for source, target, numel, f in casts if source != target]
@@ -180,8 +189,8 @@ class Step:
         """The part of one tensor's rounding."""
         if not t.loss_noise:
             return 0.0
-        born = self.format(t.born)
-        rounded = {self.format(use.unit) for use in t.readers} | {born}
+        born = self.result(t.born)
+        rounded = {f(use.unit) for use in t.readers for f in (self.format, self.result)} | {born}
         if t.inherits:
             rounded.discard(born)
         return sum(energy for f, energy in t.loss_noise if f in rounded)
@@ -205,18 +214,19 @@ class Step:
 
     def rounding(self, node: GradientNode) -> float:
         """The relative variance that an op's own roundings add to the gradient that it passes on."""
-        formats = {self.format(u) for u in node.units}
+        own = node.units[1:] or node.units  # a product with gradient roles reads what arrives in theirs
+        formats = {self.result(u) for u in node.units} | {self.format(u) for u in own}
         return sum(relative for f, relative in node.local if f in formats)
 
     def weight_noise(self, gemm: Gemm, variance: list[float]) -> float:
         """E‖δ∇W‖² of one GEMM: what comes from above, and the roundings of its operands."""
-        made, g = self.format(gemm.output), self.format(gemm.grad_weight)
+        made, g = self.result(gemm.output), self.format(gemm.grad_weight)
         total = gemm.upstream * variance[gemm.variance]
-        total += sum(energy for f, energy in gemm.gradient_noise if f in (made, g))
+        total += sum(energy for f, energy in gemm.gradient_noise if f in (made, g, result_format(g)))
         storage = self.storage_read(gemm)
         if storage is not None:
             return total + sum(energy for f, energy in gemm.stored_noise if f == storage)
-        read = {made, g, self.format(self.problem.tensors[gemm.x].born)}
+        read = {self.format(gemm.output), made, other_operand(g), self.result(self.problem.tensors[gemm.x].born)}
         return total + sum(energy for f, energy in gemm.x_noise if f in read)
 
 

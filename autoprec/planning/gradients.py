@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoprec.graphs import Op, OpGraph, Role, TensorKind
 from autoprec.planning.options import decides
-from autoprec.planning.pricing import NARROW, Prices
+from autoprec.planning.pricing import Prices
 from autoprec.planning.roots import Roots
 from autoprec.planning.values import GradientNode
 
@@ -59,7 +59,7 @@ def gradient_nodes(
         if decides(op, graph):
             roles = [r for r in (Role.OUTPUT, Role.GRAD_INPUT) if r in op.roles]
             units = tuple(unit_of[op.id, r] for r in roles)
-            local = tuple((f.name, prices.relative_variance(op, f)) for f in NARROW)
+            local = tuple((f.name, prices.relative_variance(op, f)) for f in prices.narrow)
         energies = [(numbers[t], prices.gradient_energy(op, [t])) for t in outputs]
         nodes.append(
             GradientNode(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autoprec.planning.values import PlanTensor, Problem, bytes_of
+from autoprec.planning.values import PlanTensor, Problem, bytes_of, result_of
 
 __all__ = ["Demand", "demands"]
 
@@ -34,12 +34,13 @@ def demands(problem: Problem, moment: int) -> Iterator[Demand]:
     for i, t in enumerate(problem.tensors):
         if t.birth > moment:
             continue
-        reading = [use.unit for use in t.readers if use.moment >= moment]
+        uses = [use.unit for use in t.readers if t.birth == moment or use.moment >= moment]
+        reading = [*map(result_of, uses), *uses]
         if t.birth == moment:
-            reading = [t.born, *(use.unit for use in t.readers)]
+            reading = [result_of(t.born), *reading]
         keeping = [use.unit for use in t.savers if (use.kept_from or 0) <= moment <= problem.backward(use.moment)]
         if reading or keeping:
-            formats = dict.fromkeys(f for u in (*reading, *keeping) for f in _formats(problem, u))
+            formats = dict.fromkeys(f for u in (*reading, *keeping) for f in problem.formats_of(u))
             yield Demand(
                 tensor=i,
                 sizes=tuple((f, t.bytes_in(f)) for f in formats if t.bytes_in(f)),
@@ -54,26 +55,22 @@ def demands(problem: Problem, moment: int) -> Iterator[Demand]:
 
 def _gradients(problem: Problem, index: int, t: PlanTensor, moment: int) -> Iterator[Demand]:
     def copies(units: tuple[int | None, ...]) -> Demand:
-        formats = dict.fromkeys(f for u in units for f in _formats(problem, u))
+        formats = dict.fromkeys(f for u in units for f in problem.formats_of(u))
         return Demand(tensor=index, sizes=tuple((f, t.numel * bytes_of(f)) for f in formats), always=units)
 
     until = problem.backward(t.birth)
-    sent = [use.unit for use in t.gradient_readers if problem.backward(use.moment) <= moment <= until]
+    sent = [result_of(use.unit) for use in t.gradient_readers if problem.backward(use.moment) <= moment <= until]
     if sent:
-        yield copies(tuple(dict.fromkeys([*sent, t.born] if moment == until else sent)))
+        yield copies(tuple(dict.fromkeys([*sent, result_of(t.born)] if moment == until else sent)))
     for use in t.gradient_readers[:-1]:
         if problem.backward(use.moment) == moment:
-            yield copies((use.unit,))
+            yield copies((result_of(use.unit),))
     for view in t.slices:
         if problem.backward(view) == moment:
-            yield copies((t.born,))
+            yield copies((result_of(t.born),))
 
 
 def _stored_size(problem: Problem, t: PlanTensor, storage: str, moment: int) -> int:
     start, _ = t.stored_by
     size = t.stored_bytes(storage) if start <= moment <= problem.backward(start) else 0
     return size + t.mask_bytes * sum(mask <= moment <= problem.backward(mask) for mask in t.masks)
-
-
-def _formats(problem: Problem, unit: int | None) -> tuple[str, ...]:
-    return ("fp32",) if unit is None else problem.units[unit].options

@@ -21,11 +21,22 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.sparse import csr_array
 
+from autoprec.formats import is_scaled, result_format
 from autoprec.graphs import Role
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
 from autoprec.planning.linear import Linear
 from autoprec.planning.liveness import demands
-from autoprec.planning.values import Choice, Gemm, PlanTensor, Problem, Unit, bytes_of
+from autoprec.planning.values import (
+    Choice,
+    Gemm,
+    PlanTensor,
+    Problem,
+    Unit,
+    bytes_of,
+    other_operand_of,
+    owner,
+    result_of,
+)
 
 __all__ = ["OBJECTIVE_SCALE", "Program"]
 
@@ -118,17 +129,24 @@ class Program:
             self.row({k: -v for k, v in expression.terms.items()}, expression.constant - limit)
 
     def is_in(self, unit: int | None, format_name: str) -> Linear:
-        """1 if the unit has the format: a variable, or a constant."""
+        """1 if the unit has the format: variables, or a constant. `result_of(unit)` has that of its results."""
         if unit is None:
             return Linear(float(format_name == "fp32"))
-        options = self.problem.units[unit].options
-        if format_name not in options:
-            return Linear(0.0)
-        return Linear().add(self.y[unit][options.index(format_name)])
+        total = Linear()
+        for f, k in zip(self.problem.formats_of(unit), self.y[owner(unit)], strict=True):
+            if f == format_name:
+                total.add(k)
+        return total
 
     def formats(self, unit: int | None) -> tuple[str, ...]:
         """Formats that a unit may have."""
-        return ("fp32",) if unit is None else self.problem.units[unit].options
+        return tuple(dict.fromkeys(self.problem.formats_of(unit)))
+
+    def _plain(self, unit: int | None) -> int | None:
+        """The unit itself where what goes with it has the same format in every option."""
+        if unit is None or self.problem.formats_of(unit) != self.problem.units[owner(unit)].options:
+            return unit
+        return owner(unit)
 
     def any_of(self, cases: list[Linear], cost: float = 0.0) -> Linear:
         """The largest of expressions that are at most 1 (and of 0): one of them, or a new variable."""
@@ -155,6 +173,7 @@ class Program:
 
         Rows over all formats together keep the relaxation from halving a unit between two formats to get both free.
         """
+        always, unless = ([*dict.fromkeys(map(self._plain, units))] for units in (always, unless))
         found = {}
         for f, cost in costs.items():
             cases = [self.is_in(u, f) for u in always]
@@ -165,7 +184,7 @@ class Program:
                 cases.append(case)
             found[f] = self.any_of(cases, cost)
         if spared is not None and len(costs) > 1:
-            for u in dict.fromkeys(unless):
+            for u in unless:
                 short = Linear().add(spared, -1.0)
                 for f in costs:
                     short.add(self.is_in(u, f)).add(found[f], -1.0)
@@ -212,6 +231,7 @@ class Program:
         """Casts shared by all targets that read the same format: Σ_f c[f→g] ≥ y[target, g] − y[source, g]. What they
         make is added to `held`."""
         p = self.problem
+        source, targets = self._plain(source), [*map(self._plain, targets)]
         others = [t for t in dict.fromkeys(targets) if t != source]
         for g in dict.fromkeys(f for t in others for f in self.formats(t)):
             made = []
@@ -238,7 +258,9 @@ class Program:
     def _tensors(self) -> None:
         p = self.problem
         for i, t in enumerate(p.tensors):
-            self._casts_to(t.born, [use.unit for use in t.readers], t.numel, back=t.casts_back, runs=t.runs)
+            reading = [result_of(use.unit) for use in t.readers]
+            self._casts_to(result_of(t.born), reading, t.numel, back=t.casts_back, runs=t.runs)
+            self._narrow_operands(t)
             spared = self.stored.get(i)
             savers = [use.unit for use in t.savers if use.kept_from is None]
             kept = dict.fromkeys(f for unit in savers for f in self.formats(unit))
@@ -246,6 +268,13 @@ class Program:
             self.copies(costs, (), savers, spared)
             for storage in t.storages:
                 self._store(t, storage, self.s[i, storage])
+
+    def _narrow_operands(self, t: PlanTensor) -> None:
+        """Copies for products in formats with a scale, made of those that the products are given."""
+        readers = list(dict.fromkeys(use.unit for use in t.readers))
+        for f in dict.fromkeys(f for unit in readers for f in self.formats(unit) if is_scaled(f)):
+            seconds = t.runs * self.problem.cast_seconds(result_format(f), f, t.numel)
+            self.any_of([self.is_in(unit, f) for unit in readers], self._second * seconds)
 
     def _store(self, t: PlanTensor, storage: str, binary: int) -> None:
         """Bytes of a narrow copy, seconds of making it, and of reading it by all but GEMMs."""
@@ -266,30 +295,33 @@ class Program:
     def _gemm_casts(self, gemm: Gemm) -> None:
         p = self.problem
         of_input, of_weight = self.of_gemm[gemm.number] = ([], [])
+        made, h, g = (result_of(u) for u in (gemm.output, gemm.grad_input, gemm.grad_weight))
         if gemm.has_grad_input:
-            self._casts_to(gemm.output, [gemm.grad_input], gemm.out_numel, back=False, held=of_input)
+            self._casts_to(made, [h], gemm.out_numel, back=False, held=of_input)
             self._result_casts(gemm, of_input)
         if not gemm.has_grad_weight:
             return
         spared = self._stores(gemm)
-        self._casts_to(gemm.output, [gemm.grad_weight], gemm.out_numel, back=False, held=of_weight)
-        self._casts_to(gemm.output, [gemm.grad_weight], gemm.x_numel, back=False, held=of_weight, spared=spared)
+        self._casts_to(made, [g], gemm.out_numel, back=False, held=of_weight)
+        beside = other_operand_of(gemm.grad_weight)
+        self._casts_to(gemm.output, [beside], gemm.x_numel, back=False, held=of_weight, spared=spared)
         if spared is not None:
             for storage in p.tensors[gemm.x].storages:
-                of_weight += self._read(self.s[gemm.x, storage], storage, gemm.grad_weight, gemm.x_numel)
+                of_weight += self._read(self.s[gemm.x, storage], storage, beside, gemm.x_numel)
 
     def _result_casts(self, gemm: Gemm, held: list[_Held]) -> None:
         """The input's gradient, made in the grad_input format, goes back in the format in which the input was read."""
-        for h in self.formats(gemm.grad_input):
-            others = {f: self.problem.cast_seconds(h, f, gemm.x_numel) for f in self.formats(gemm.output) if f != h}
+        makes, given = result_of(gemm.grad_input), result_of(gemm.output)
+        for h in self.formats(makes):
+            others = {f: self.problem.cast_seconds(h, f, gemm.x_numel) for f in self.formats(given) if f != h}
             if not others:
                 continue
             casts = Linear()
             for f, seconds in others.items():
                 cast = self.variable(self._second * seconds)
-                self.at_most(Linear().add(cast).add(self.is_in(gemm.output, f), -1.0), 0.0)
+                self.at_most(Linear().add(cast).add(self.is_in(given, f), -1.0), 0.0)
                 casts.add(cast)
-            need = Linear().add(self.is_in(gemm.grad_input, h)).add(self.is_in(gemm.output, h), -1.0)
+            need = Linear().add(self.is_in(makes, h)).add(self.is_in(given, h), -1.0)
             self.at_most(need.add(casts, -1.0), 0.0)
             held.append((casts, gemm.x_numel * bytes_of(h)))
 
@@ -303,8 +335,8 @@ class Program:
         total = Linear()
         for t in p.tensors:
             for f, energy in t.loss_noise:
-                born = self.is_in(t.born, f)
-                cases = [self.is_in(use.unit, f) for use in t.readers]
+                born = self.is_in(result_of(t.born), f)
+                cases = [self.is_in(u, f) for use in t.readers for u in (use.unit, result_of(use.unit))]
                 if t.inherits:
                     cases = [Linear().add(c).add(born, -1.0) for c in cases]
                 else:
@@ -324,7 +356,8 @@ class Program:
                 passed.add(self.v[k], share * self._worst[k])
             for f, relative in node.local:
                 if relative > 0.0:
-                    passed.add(self.any_of([self.is_in(u, f) for u in node.units]), relative)
+                    units = (*(node.units[1:] or node.units), *map(result_of, node.units))
+                    passed.add(self.any_of([self.is_in(u, f) for u in units]), relative)
             for k, share in node.inputs:
                 if self._worst[k] > 0.0:
                     total[k].add(passed, share / self._worst[k])
@@ -344,11 +377,12 @@ class Program:
                 total.add(self.v[v], energy * self._worst[v] / row.limit)
             for k in row.gemms:
                 gemm = p.gemms[k]
+                made, g = result_of(gemm.output), gemm.grad_weight
                 for f, energy in gemm.gradient_noise:
-                    event = self.any_of([self.is_in(u, f) for u in (gemm.output, gemm.grad_weight)])
+                    event = self.any_of([self.is_in(u, f) for u in (made, g, result_of(g))])
                     total.add(event, min(energy / row.limit, _CAP))
                 spared = self._stores(gemm)
-                units = (gemm.output, gemm.grad_weight, p.tensors[gemm.x].born)
+                units = (gemm.output, made, other_operand_of(g), result_of(p.tensors[gemm.x].born))
                 read = self.copies({f: 0.0 for f, _ in gemm.x_noise}, (), units, spared)
                 for f, energy in gemm.x_noise:
                     total.add(read[f], min(energy / row.limit, _CAP))
@@ -434,7 +468,7 @@ def _worst_variances(problem: Problem) -> list[float]:
     """Relative gradient variances if every rounding that may happen did."""
     worst = [0.0] * problem.variances
     for node in reversed(problem.nodes):
-        possible = {f for u in node.units for f in problem.units[u].options}
+        possible = {f for u in node.units for v in (u, result_of(u)) for f in problem.formats_of(v)}
         passed = sum(relative for f, relative in node.local if f in possible)
         passed += sum(share * worst[k] for k, share in node.outputs)
         for k, share in node.inputs:

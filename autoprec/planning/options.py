@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from autoprec.devices import Device
 from autoprec.errors import InfeasibleError
-from autoprec.formats import FORMATS, Format, format_named
+from autoprec.formats import Format, format_named, is_scaled
 from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind
 from autoprec.planning.noise import saturates_by_design
 from autoprec.planning.pricing import Prices
@@ -15,8 +15,6 @@ from autoprec.planning.roots import Roots
 from autoprec.policies import Policy
 
 __all__ = ["Options", "decides", "in_place_pairs", "options_of", "reads_narrow", "unit_options"]
-
-_ORDER = {f.name: i for i, f in enumerate(FORMATS)}
 
 
 @dataclass(kw_only=True)
@@ -87,12 +85,12 @@ def options_of(
     op: Op, graph: OpGraph, prices: Prices, policy: Policy, device: Device, banned: frozenset[tuple[str, str]]
 ) -> list[Options]:
     """Options of the units of one op, as if it were tied to no other."""
-    rule = policy.rule_for(op)
-    rule_text = f"{rule}" + (f": {rule.why}" if rule.why else "") if rule is not None else ""
-    candidates = sorted(dict.fromkeys(policy.formats), key=_ORDER.__getitem__)
+    candidates = sorted(dict.fromkeys(policy.formats), key=_narrowness)
     unjudged = prices.unjudged(op)
     found = []
     for role in op.roles:
+        rule = policy.rule_for(op, role)
+        rule_text = f"{rule}" + (f": {rule.why}" if rule.why else "") if rule is not None else ""
         options = Options(op=op, role=role, formats=list(candidates), rule=rule_text)
         if op.pinned:
             options.formats = ["fp32"]
@@ -102,6 +100,9 @@ def options_of(
                 if not rule.allows(name):
                     options.drop(name, f"rule ({rule_text})")
             options.gives_way = rule.optional and "fp32" in options.dropped
+        for name in [f for f in options.formats if is_scaled(f)]:
+            if reason := _not_computed(op, name, device, pinned=rule is not None and rule.pin == name):
+                options.drop(name, reason)
         for name in list(options.formats):
             if (why := device.no_kernel_by_key.get((op.timing_key, name))) is not None:
                 options.drop(name, f"{device.name} cannot run it: {why}")
@@ -120,6 +121,26 @@ def options_of(
     return found
 
 
+def _narrowness(name: str) -> tuple[int, int, str]:
+    """Sorts formats widest first, of equally wide ones that with the larger range."""
+    fmt = format_named(name)
+    return -fmt.bits, -fmt.exponent_bits, name
+
+
+#: Products that devices compute in FP8: with one weight for all rows.
+_FP8_KINDS = ("linear", "addmm", "matmul", "mm")
+
+
+def _not_computed(op: Op, format_name: str, device: Device, *, pinned: bool) -> str:
+    """Why an op cannot have a format with a scale, or had better not, or ""."""
+    if op.op_class is not OpClass.GEMM or op.kind == "scaled_dot_product_attention":
+        return "products alone are computed in it"
+    native = format_name in device.native and op.kind in _FP8_KINDS and bool(op.weights)
+    if native or pinned:
+        return ""
+    return f"{device.name} would emulate it, which takes longer than bf16; a rule that pins it has it emulated"
+
+
 def _needed(op: Op, role: Role, graph: OpGraph) -> bool:
     if role is Role.GRAD_INPUT:
         return graph.tensor_by_id[op.inputs[0]].requires_grad
@@ -133,7 +154,7 @@ def _drop_overflows(options: Options, graph: OpGraph, prices: Prices) -> None:
     op = options.op
     for name in list(options.formats):
         fmt = format_named(name)
-        if name == "fp32":
+        if name == "fp32" or fmt.scaled:
             continue
         for t in _concerned(op, options.role):
             spec = graph.tensor_by_id[t]
@@ -194,6 +215,8 @@ def _tie_in_place(graph: OpGraph, roots: Roots, found: list[Options]) -> None:
 def _tie(by_op: dict[str, Options], op: Op, owner: str | None) -> bool:
     """Make the options of two ops equal; whether anything changed."""
     mine, theirs = by_op.get(op.id), by_op.get(owner) if owner else None
+    if theirs and any(map(is_scaled, theirs.formats)):  # what changes in place must compute as the product does
+        theirs.keep([f for f in theirs.formats if not is_scaled(f)], f"{op.id} changes its result in place")
     a = mine.formats if mine else ["fp32"]
     b = theirs.formats if theirs else ["fp32"]
     if a == b:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 
-from autoprec.formats import BF16, FP16, Format, format_named
-from autoprec.graphs import Op, OpClass, OpGraph, Role
+from autoprec.formats import FP16, Format, format_named, other_operand
+from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind
+from autoprec.planning.loss_scaling import largest_loss_scale_log2
 from autoprec.planning.noise import current_scale_log2, error_energy, ordinary, saturates_by_design
 from autoprec.planning.roots import Roots
 from autoprec.planning.saved import relative_variance
 from autoprec.policies import Policy
 from autoprec.profiles import Profile, RangeHistogram, TensorProfile
 
-__all__ = ["NARROW", "Prices", "fp16_gradient_scale_log2"]
-
-#: Compute formats that round.
-NARROW: tuple[Format, ...] = (BF16, FP16)
+__all__ = ["Prices", "fp16_gradient_scale_log2"]
 
 #: Least spread of a gradient, as a share of its energy: where all batches are the same there is no noise to hide
 #: behind. Under `noise.gradient` 0.05 a relative error of 5e-5 is left, which FP32 alone keeps (BF16 rounds by up to
@@ -49,8 +47,15 @@ class Prices:
         self._roots = roots
         self._profile = profile
         self._policy = policy
-        self._scales = policy.loss_scaling.mode != "none"
+        self._global_log2: int | None = None if policy.loss_scaling.mode == "regional" else 0
+        if policy.loss_scaling.mode == "global":  # a scale that overflows is backed off from
+            init, largest = policy.loss_scaling.init, largest_loss_scale_log2(profile)
+            self._global_log2 = largest if isinstance(init, str) else min(largest, math.frexp(init)[1] - 1)
         self.storages = tuple(format_named(name) for name in policy.storage.formats)
+        computed = dict.fromkeys(("bf16", "fp16", *policy.formats))
+        computed |= dict.fromkeys(other_operand(f) for f in tuple(computed))
+        #: Formats that a tensor may be rounded to where it is computed with.
+        self.narrow = tuple(format_named(name) for name in computed if name != "fp32")
         self._members: dict[str, list[str]] = {}
         for t in graph.tensors:
             self._members.setdefault(roots.root_of[t.id], []).append(t.id)
@@ -78,18 +83,25 @@ class Prices:
     def loss_noise(self, root: str, fmt: Format) -> float:
         """E(δL)² per step of rounding every version of a root tensor; 0.0 where it was not observed."""
         total = 0.0
+        if self._graph.tensor_by_id[root].kind is TensorKind.PARAMETER:
+            fmt = format_named(other_operand(fmt.name))
         for t in self.versions(root):
             histogram = next((p.loss for p in self._profiles(t) if p.loss is not None), None)
             values = self.values(t)
-            if histogram is not None and values is not None and saturates_by_design(values, fmt):
+            if histogram is not None and values is not None and not fmt.scaled and saturates_by_design(values, fmt):
                 histogram = ordinary(histogram, fmt)
             if histogram is not None:
-                energy = error_energy(histogram, fmt)
+                scale = current_scale_log2(fmt, values.amax if values is not None else histogram.amax)
+                energy = error_energy(histogram, fmt, scale)
                 total += energy if math.isfinite(energy) else 0.0  # an option that overflows is never chosen
         return total / self._profile.steps
 
     def _scale(self, fmt: Format, histogram: RangeHistogram) -> int:
-        return fp16_gradient_scale_log2(histogram.amax) if fmt is FP16 and self._scales else 0
+        if fmt.scaled:
+            return current_scale_log2(fmt, histogram.amax)
+        if fmt is not FP16:
+            return 0
+        return fp16_gradient_scale_log2(histogram.amax) if self._global_log2 is None else self._global_log2
 
     def gradient_overflow(self, op: Op, role: Role, fmt: Format) -> str:
         """Why the gradients that arrive cannot be in this format, or ""."""
@@ -107,9 +119,15 @@ class Prices:
         """Relative variance of rounding the gradient that arrives at an op's outputs.
 
         Without a histogram: 2^(−2m)/12, the largest that in-range rounding can be. Recurrent layers round more than
-        that on the way to their inputs and weights: see `_LSTM_ROUNDINGS`.
+        that on the way to their inputs and weights: see `_LSTM_ROUNDINGS`. In a format with a scale the weight that the
+        gradient is multiplied by is rounded as coarsely.
         """
-        return self._roundings(op) * self._arriving_variance(op, fmt)
+        found = self._roundings(op) * self._arriving_variance(op, fmt)
+        if fmt.scaled and op.op_class is OpClass.GEMM:
+            beside = format_named(other_operand(fmt.name))
+            weights = [h for t in op.inputs[1:2] if (h := self.values(t)) is not None and h.energy > 0.0]
+            found += sum(error_energy(h, beside, current_scale_log2(beside, h.amax)) / h.energy for h in weights)
+        return found
 
     def _roundings(self, op: Op) -> int:
         if op.op_class is not OpClass.RECURRENT:
@@ -197,7 +215,12 @@ class Prices:
         values = self.values(op.inputs[0])
         amax = values.amax if values is not None else x.amax
         steps = self._profile.steps
-        x_noise = {f.name: error_energy(x, f) / steps for f in NARROW}
+        x_noise = {f.name: error_energy(x, f, current_scale_log2(f, amax)) / steps for f in self.narrow}
         stored = {f.name: error_energy(x, f, current_scale_log2(f, amax)) / steps for f in self.storages}
-        arriving = {f.name: error_energy(gradient, f, self._scale(f, gradient)) / steps for f in NARROW}
+        arrives = self.gradients(op.outputs[0])
+        scaling = gradient if arrives is None else arrives
+        arriving = {
+            f.name: error_energy(gradient, f, self._scale(f, scaling if f.scaled else gradient)) / steps
+            for f in self.narrow
+        }
         return x_noise, stored, arriving, gradient.energy / steps

@@ -20,6 +20,7 @@ from functools import partial
 
 from autoprec.devices import Device
 from autoprec.errors import DeviceError, ProfileError
+from autoprec.formats import is_scaled, other_operand, result_format
 from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind, TensorSpec, shared_path
 from autoprec.planning.gradients import gradient_nodes, variance_numbers
 from autoprec.planning.noise import saturates_by_design
@@ -30,7 +31,7 @@ from autoprec.planning.options import (
     reads_narrow,
     unit_options,
 )
-from autoprec.planning.pricing import NARROW, Prices
+from autoprec.planning.pricing import Prices
 from autoprec.planning.roots import Roots, resolve_roots
 from autoprec.planning.stores import Keeping, Stores
 from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit, Use, WeightRow, bytes_of
@@ -198,7 +199,8 @@ class _Builder:
         return sum(4 * spec.numel for spec in specs if spec is not None and spec.requires_grad)
 
     def _check_casts(self, storages: set[str]) -> None:
-        formats = sorted({"fp32"} | {f for u in self.units for f in u.options})
+        computed = {"fp32"} | {f for u in self.units for f in u.options}
+        formats = sorted(computed | {f(c) for c in computed for f in (result_format, other_operand)})
         pairs = [(a, b) for a in formats for b in formats if a != b]
         if storages:
             pairs += [p for f in formats for s in storages if s != f for p in ((f, s), (s, f))]
@@ -260,7 +262,9 @@ class _Builder:
         if op.op_class is not OpClass.GEMM or op.kind == "scaled_dot_product_attention" or format_name == "fp32":
             return 0, 0
         size = weights * bytes_of(format_name)
-        if format_name not in self.device.native:
+        if is_scaled(format_name):
+            size += weights * bytes_of(result_format(format_name))
+        elif format_name not in self.device.native:
             specs = [self.graph.tensor_by_id[t] for t in (*op.inputs, *op.outputs)]
             activations = sum(t.numel for t in specs if t.is_float32 and t.kind is not TensorKind.PARAMETER)
             size += 4 * (weights + activations)
@@ -374,11 +378,11 @@ class _Builder:
             casts_back=requires_grad and not any(weights),
             # Products cast their weights themselves: that is in their seconds.
             runs=0 if weights and all(weights) else 1 + len(self._path(root)),
-            loss_noise=tuple((f.name, e) for f in NARROW if (e := self.prices.loss_noise(root, f)) > 0.0),
+            loss_noise=tuple((f.name, e) for f in self.prices.narrow if (e := self.prices.loss_noise(root, f)) > 0.0),
             saturates=tuple(
                 f.name
-                for f in NARROW
-                if histogram and histogram.amax > f.max_value
+                for f in self.prices.narrow
+                if histogram and not f.scaled and histogram.amax > f.max_value
                 and (not requires_grad or saturates_by_design(histogram, f))
             ),
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoprec.errors import DeviceError, InfeasibleError
-from autoprec.formats import COMPUTE_FORMATS, STORAGE_FORMATS
+from autoprec.formats import STORAGE_FORMATS
 from autoprec.graphs import OpGraph
 from autoprec.planning.highs import smallest_peak
 from autoprec.planning.problem import build_problem
@@ -45,8 +45,9 @@ def _changes(graph: OpGraph, policy: Policy) -> Iterator[tuple[str, Policy]]:
             yield f"without rules[{i}] ({rule})", policy.replaced(rules=rest)
     wider = {"gradient": _WIDER * policy.noise.gradient, "loss": _WIDER * policy.noise.loss}
     yield f"with noise limits {_WIDER:g} times as wide", policy.replaced(noise=wider)
-    if set(policy.formats) != set(COMPUTE_FORMATS):
-        yield f"with formats [{', '.join(COMPUTE_FORMATS)}]", policy.replaced(formats=COMPUTE_FORMATS)
+    formats = tuple(dict.fromkeys(("fp32", "bf16", "fp16", *policy.formats)))
+    if len(formats) > len(policy.formats):
+        yield f"with formats [{', '.join(formats)}]", policy.replaced(formats=formats)
     if set(policy.storage.formats) != set(STORAGE_FORMATS):
         storage = {"formats": STORAGE_FORMATS}
         yield f"with storage.formats [{', '.join(STORAGE_FORMATS)}]", policy.replaced(storage=storage)

@@ -19,14 +19,12 @@ import math
 from collections.abc import Iterator
 
 from autoprec.devices import CastTiming, Datasheet, Device, OpTiming
-from autoprec.formats import COMPUTE_FORMATS, format_named
+from autoprec.formats import COMPUTE_FORMATS, format_named, is_scaled, result_format
 from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind, TensorSpec
 from autoprec.planning.options import reads_narrow
 from autoprec.planning.problem import ITEM_BYTES
 
 __all__ = ["modelled_device"]
-
-_PACKED = "fp8_e4m3"
 
 #: Ops that read as much of a table as they give; the gradient of the table is as large as the table.
 _LOOKUPS = ("embedding", "embedding_bag")
@@ -65,7 +63,10 @@ def _formats(op: Op) -> tuple[str, ...]:
         return () if op.kind.startswith("hop.") else ("fp32",)
     if not op.roles:
         return ()
-    return ("fp32",) if op.pinned else COMPUTE_FORMATS
+    if op.pinned:
+        return ("fp32",)
+    product = op.op_class is OpClass.GEMM and op.kind != "scaled_dot_product_attention"
+    return tuple(f for f in COMPUTE_FORMATS if product or not is_scaled(f))
 
 
 class _Model:
@@ -86,8 +87,12 @@ class _Model:
         return self.launch + max(flops / rate, size / self.bytes_per_second)
 
     def cast(self, source: str, target: str) -> tuple[float, float]:
-        """(seconds per call, seconds per element). Packing reads twice: for the largest magnitude, and to round."""
-        passes = 2 if target == _PACKED else 1
+        """(seconds per call, seconds per element). Packing reads twice: for the largest magnitude, and to round. From
+        one format with a scale to another the way is BF16."""
+        if is_scaled(source) and is_scaled(target):
+            (up, per_up), (down, per_down) = self.cast(source, "bf16"), self.cast("bf16", target)
+            return up + down, per_up + per_down
+        passes = 2 if is_scaled(target) else 1
         size = passes * format_named(source).bytes + format_named(target).bytes
         return passes * self.launch, size / self.bytes_per_second
 
@@ -96,9 +101,9 @@ class _Model:
         return call + element * numel if source != target and numel else 0.0
 
     def casts(self) -> Iterator[CastTiming]:
-        """Between all compute formats, into the packed storage and out of it."""
-        for source in (*COMPUTE_FORMATS, _PACKED):
-            for target in (*COMPUTE_FORMATS, _PACKED):
+        """Between all formats."""
+        for source in COMPUTE_FORMATS:
+            for target in COMPUTE_FORMATS:
                 if source != target:
                     call, element = self.cast(source, target)
                     yield CastTiming(source=source, target=target, seconds_per_element=element, seconds_per_call=call)
@@ -106,7 +111,11 @@ class _Model:
     def product(self, flops: int, operands: list[int], result: int, name: str) -> float:
         """Seconds of a matrix product, by numbers of elements."""
         if name in self.flops_per_second:
-            return self.kernel(flops, format_named(name).bytes * (sum(operands) + result), name)
+            size = format_named(name).bytes * sum(operands) + format_named(result_format(name)).bytes * result
+            return self.kernel(flops, size, name)
+        if is_scaled(name):  # emulated in BF16, as exactly as there
+            up, per_up = self.cast(name, "bf16")
+            return len(operands) * up + per_up * sum(operands) + self.product(flops, operands, result, "bf16")
         up, per_up = self.cast(name, "fp32")
         down, per_down = self.cast("fp32", name)
         around = len(operands) * up + per_up * sum(operands) + down + per_down * result
@@ -131,11 +140,15 @@ class _Model:
         cast = sum(self._cast_seconds("fp32", name, t.numel) for t in parameters if t is not None)
         own = cast + self.product(op.flops, [x, w, *(t.numel for t in others)], y, name)
         yield Role.OUTPUT, _runs(op) * own
-        yield Role.GRAD_INPUT, self._cast_seconds("fp32", name, w) + self.product(op.flops, [y, w], x, name)
-        width = format_named(name).bytes
-        sums = sum(self.kernel(0, width * y + 4 * t.numel, name) for t in others if t.requires_grad)
-        back = self._cast_seconds(name, "fp32", w)
-        yield Role.GRAD_WEIGHT, self.product(op.flops, [x, y], w, name) + back + sums
+        made = result_format(name)
+        # A product in FP8 rounds the gradient that arrives itself.
+        arriving = self._cast_seconds(made, name, y)
+        made_x = self._cast_seconds("fp32", name, w) + self.product(op.flops, [y, w], x, name)
+        yield Role.GRAD_INPUT, arriving + made_x
+        width = format_named(made).bytes
+        sums = sum(self.kernel(0, width * y + 4 * t.numel, made) for t in others if t.requires_grad)
+        back = self._cast_seconds(made, "fp32", w)
+        yield Role.GRAD_WEIGHT, arriving + self.product(op.flops, [x, y], w, name) + back + sums
 
     def _product_of_activations(self, op: Op, name: str) -> float:
         operands = [t for t in map(self._spec, op.inputs) if t.is_float32]

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from autoprec.devices import Device
 from autoprec.errors import InfeasibleError
 from autoprec.formats import format_named
-from autoprec.graphs import Op, OpGraph
+from autoprec.graphs import Op, OpGraph, Role
 from autoprec.planning.globs import uncovered
 from autoprec.planning.options import decides, options_of, unit_options
 from autoprec.planning.pricing import Prices
@@ -78,8 +79,9 @@ def _shadowing(rules: tuple[Rule, ...], index: int) -> list[int]:
     Kinds are open: a rule without kinds is shadowed only by rules without kinds.
     """
     rule, used = rules[index], set()
-    for kind in rule.kinds or (None,):
+    for kind, role in product(rule.kinds or (None,), rule.roles or tuple(Role)):
         earlier = [i for i in range(index) if not rules[i].kinds or kind in rules[i].kinds]
+        earlier = [i for i in earlier if not rules[i].roles or (rule.roles and role in rules[i].roles)]
         if not earlier or uncovered(rule.match, [rules[i].match for i in earlier]) is not None:
             return []
         alone = [i for i in earlier if uncovered(rule.match, [rules[i].match]) is None]
@@ -111,16 +113,18 @@ def rule_uses(policy: Policy, graph: OpGraph) -> tuple[RuleUse, ...]:
     uses = []
     for i, rule in enumerate(policy.rules):
         matched = [op for op in graph.ops if rule.matches(op)]
-        decided = [op for op in matched if first[op.id] == i and decides(op, graph)]
-        by = sorted({k for op in matched if (k := first[op.id]) is not None and k != i})
+        decided = [op for op in matched if i in first[op.id] and decides(op, graph)]
+        by = sorted({k for op in matched for k in first[op.id] if k != i})
         uses.append(RuleUse(rule=i, matches=len(matched), decides=len(decided), shadowed_by=tuple(by),
-                            first=any(first[op.id] == i for op in matched)))  # fmt: skip
+                            first=any(i in first[op.id] for op in matched)))  # fmt: skip
     return tuple(uses)
 
 
-def _deciding(policy: Policy, op: Op) -> int | None:
-    """The first rule that matches the op."""
-    return next((i for i, rule in enumerate(policy.rules) if rule.matches(op)), None)
+def _deciding(policy: Policy, op: Op) -> list[int]:
+    """The first rule that matches each role of the op, or the op where it has none."""
+    found = [policy.rule_for(op, role) for role in op.roles or (Role.OUTPUT,)]
+    places = [next(i for i, rule in enumerate(policy.rules) if rule is mine) for mine in found if mine is not None]
+    return list(dict.fromkeys(places))
 
 
 def rule_findings(policy: Policy, graph: OpGraph, profile: Profile, device: Device) -> tuple[Finding, ...]:
@@ -155,7 +159,7 @@ def _without_a_format(policy: Policy, graph: OpGraph, profile: Profile, device: 
                 options_of(op, graph, prices, policy, device, frozenset())
             except InfeasibleError as error:
                 alone = False
-                yield Finding(level="problem", rule=_deciding(policy, op), what=str(error))
+                yield Finding(level="problem", rule=next(iter(_deciding(policy, op)), None), what=str(error))
     if alone:
         try:
             unit_options(graph, roots, prices, policy, device, frozenset())

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from autoprec.formats import other_operand, result_format
 from autoprec.graphs import Role
 from autoprec.planning.decisions import Decisions
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
@@ -78,6 +79,9 @@ class Tabulated:
         self._byte = SECONDARY * space if first else space
         self._formats = len(decisions.formats)
         self._sizes = [bytes_of(f) for f in decisions.formats]
+        number = decisions.number
+        self._result = np.array([number[result_format(f)] for f in decisions.formats], np.int64)
+        self._beside = np.array([number[other_operand(f)] for f in decisions.formats], np.int64)
         self._cast_table()
         self.constant = self._second * problem.constant_seconds
         change = np.zeros(2 * len(problem.ops) + 1, np.int64)
@@ -292,9 +296,12 @@ class Tabulated:
     def _copies(self, pattern: _Pattern, entries: _Entries, scopes: _Ints, figures: _Floats) -> Group:
         places, nr, ns, ng, nu, nl, stored, shared, inherits, back, runs, narrow, tables = pattern.reads
         columns = [entries.format(place) for place in places]
-        born, readers = columns[0], columns[1 : 1 + nr]
-        savers, senders = columns[1 + nr : 1 + nr + ns], columns[1 + nr + ns : 1 + nr + ns + ng]
-        sums = columns[1 + nr + ns + ng : 1 + nr + ns + ng + nu]
+        born, own = self._result[columns[0]], columns[1 : 1 + nr]
+        readers = [self._result[c] for c in own]
+        savers = columns[1 + nr : 1 + nr + ns]
+        senders = [self._result[c] for c in columns[1 + nr + ns : 1 + nr + ns + ng]]
+        sums = [self._result[c] for c in columns[1 + nr + ns + ng : 1 + nr + ns + ng + nu]]
+        scaled = [np.where(self._result[c] != c, c, -1) for c in own]
         if stored:  # what is stored narrow is not kept as it is
             savers = [np.where(columns[-1] >= 0, -1, c) for c in savers]
         numel, wide = figures[0], figures[1]
@@ -304,6 +311,9 @@ class Tabulated:
         size = [wide if f == 0 else numel * self._sizes[f] * narrow for f in range(self._formats)]
         made = self._any([born, *readers], entries.count)
         seconds = np.zeros((len(scopes), entries.count))
+        for f, there in enumerate(self._any(scaled, entries.count)):
+            if there.any():
+                seconds += runs * there * self._cast(self._result[[f]], np.array([f]), numel)
         for f, there in enumerate(made):
             target = np.full(entries.count, f)
             cast = runs * self._cast(born, target, numel)
@@ -312,9 +322,11 @@ class Tabulated:
             seconds += np.where(there & (born != f), cast, 0.0)
         kept = self._any([c for c, copy in zip(savers, shared, strict=True) if copy == 0], entries.count)
         saved = self._sum(kept, np.array(size))
-        rounded = [there & (born != f) for f, there in enumerate(made)] if inherits else made
+        rounded = self._any([born, *readers, *own], entries.count)
+        rounded = [there & (born != f) for f, there in enumerate(rounded)] if inherits else rounded
         spans = [Span(0, born, birth, birth)]
         spans += [Span(0, c, birth, m) for c, m in zip(readers, reads, strict=True)]
+        spans += [Span(0, c, birth, m) for c, m in zip(scaled, reads, strict=True) if (c >= 0).any()]
         spans += [Span(copy, c, birth if copy == 0 else start, end)
                   for copy, c, start, end in zip(shared, savers, starts, keeps, strict=True)]  # fmt: skip
         gradient = 1 + max(shared, default=0)
@@ -380,19 +392,21 @@ class Tabulated:
 
     def _gemms(self, pattern: _Pattern, entries: _Entries, scopes: _Ints, figures: _Floats) -> Group:
         places, stored, has_input, has_weight = pattern.reads
-        made, h, g, kept = (entries.format(place) for place in places)
+        own, h, g, kept = (entries.format(place) for place in places)
+        made, beside = self._result[own], self._beside[g]
         there = kept >= 0 if stored else np.zeros(entries.count, np.bool_)
         x, out, moment = figures[0], figures[1], figures[2].astype(np.int64)
         n, width = self._formats, np.array(self._sizes, np.float64)
         of_input: list[_Cast] = []
         of_weight: list[_Cast] = []
         if has_input:
-            of_input = [(made, h, out, h), (h, made, x, h)]
+            back = self._result[h]
+            of_input = [(made, back, out, back), (back, made, x, back)]
         if has_weight:
-            of_weight = [(made, g, out, g), (np.where(there, kept, made), g, x, g)]
+            to, read = self._result[g], np.where(there, kept, own)
+            of_weight = [(made, to, out, to), (read, beside, x, beside)]
         seconds, held = np.zeros((len(scopes), entries.count)), []
-        for own, casts in ((figures[3 : 3 + n][h].T, of_input), (figures[3 + n : 3 + 2 * n][g].T, of_weight)):
-            size = own
+        for size, casts in ((figures[3 : 3 + n][h].T, of_input), (figures[3 + n : 3 + 2 * n][g].T, of_weight)):
             for source, target, numel, size_of in casts:
                 on = source != target
                 seconds += np.where(on, self._cast(source, target, numel), 0.0)
@@ -403,12 +417,14 @@ class Tabulated:
 
     def _noises(self, pattern: _Pattern, entries: _Entries, scopes: _Ints, figures: _Floats) -> Group:
         places, stored = pattern.reads
-        made, g, born, kept = (entries.format(place) for place in places)
+        own, g, born, kept = (entries.format(place) for place in places)
+        made, born = self._result[own], self._result[born]
         there = kept >= 0 if stored else np.zeros(entries.count, np.bool_)
         n, row = self._formats, figures[0].astype(np.int64)
         arriving, read, narrow = (figures[1 + k * n : 1 + (k + 1) * n] for k in range(3))
-        amount = self._sum(self._any([made, g], entries.count), arriving)
-        amount += self._sum([f & ~there for f in self._any([made, g, born], entries.count)], read)
+        amount = self._sum(self._any([made, g, self._result[g]], entries.count), arriving)
+        operands = [own, made, self._beside[g], born]
+        amount += self._sum([f & ~there for f in self._any(operands, entries.count)], read)
         amount += self._sum([f & there for f in self._any([kept], entries.count)], narrow)
         return self._group(scopes, entries, noise=Noise(row, amount))
 
@@ -425,11 +441,15 @@ class Tabulated:
             else:
                 rooms.append([place])
         self.exact &= len(rooms) == 1
+        own = places[1:] or places
         for room in rooms:
-            self._record("node", room, (len(rooms),), [number, *self._vector(local)])
+            which = tuple(place in own for place in room)
+            self._record("node", room, (len(rooms), which), [number, *self._vector(local)])
 
     def _nodes(self, pattern: _Pattern, entries: _Entries, scopes: _Ints, figures: _Floats) -> Group:
-        places, tables = pattern.reads
-        there = self._any([entries.format(place) for place in places], entries.count)
+        places, tables, own = pattern.reads
+        columns = [entries.format(place) for place in places]
+        columns = [self._result[c] for c in columns] + [c for c, mine in zip(columns, own, strict=True) if mine]
+        there = self._any(columns, entries.count)
         amount = self._sum(there, figures[1 : 1 + self._formats]) / tables
         return self._group(scopes, entries, rounding=Noise(figures[0].astype(np.int64), amount))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 from autoprec.devices import CastTiming
 from autoprec.errors import DeviceError
-from autoprec.formats import COMPUTE_FORMATS, STORAGE_FORMATS, format_named
+from autoprec.formats import format_named, other_operand, result_format
 from autoprec.graphs import Role
 from autoprec.plans import Violation
 
@@ -31,14 +31,35 @@ __all__ = [
     "Violation",
     "WeightRow",
     "bytes_of",
+    "other_operand_of",
+    "owner",
+    "result_of",
 ]
 
-_BYTES = {name: format_named(name).bytes for name in dict.fromkeys((*COMPUTE_FORMATS, *STORAGE_FORMATS))}
 
-
+@cache
 def bytes_of(format_name: str) -> int:
-    """Bytes per element of a format that the planner knows."""
-    return _BYTES[format_name]
+    """Bytes per element of a format."""
+    return format_named(format_name).bytes
+
+
+#: Beside units, by number, programs speak of what goes with them: 2^30 and 2^31 apart.
+_RESULT, _BESIDE = 1 << 30, 1 << 31
+
+
+def result_of(unit: int | None) -> int | None:
+    """What stands for the format in which a unit's op is given tensors and gives its result (BF16 for FP8)."""
+    return None if unit is None else unit | _RESULT
+
+
+def other_operand_of(unit: int) -> int:
+    """What stands for the format of the operand beside the one that a gradient role rounds to its own."""
+    return unit | _BESIDE
+
+
+def owner(unit: int) -> int:
+    """The unit that something goes with, or that it is."""
+    return unit & ~(_RESULT | _BESIDE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +245,8 @@ class GradientNode:
         moment: forward moment of the op.
         outputs: (variance, share): which gradients arrive, and their shares of the energy that arrives.
         inputs: (variance, share): the share of each input's gradient that comes through it.
-        units: units in whose formats the arriving gradient is rounded.
+        units: units in whose formats the arriving gradient is rounded; of the first, where there are more, only in that
+            of its result.
         local: by format, the relative variance of that rounding.
     """
 
@@ -291,6 +313,15 @@ class Problem:
     seconds_scale: float
     bytes_scale: float
     loss_scale: float
+
+    def formats_of(self, unit: int | None) -> tuple[str, ...]:
+        """By option of a unit, its format, or the format of what goes with it; FP32 where nothing is decided."""
+        if unit is None:
+            return ("fp32",)
+        options = self.units[owner(unit)].options
+        if unit & _RESULT:
+            return tuple(map(result_format, options))
+        return tuple(map(other_operand, options)) if unit & _BESIDE else options
 
     def backward(self, moment: int) -> int:
         """The moment at which the op of a forward moment runs backward."""

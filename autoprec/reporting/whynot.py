@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoprec.errors import InputError, PlanError, nearest
-from autoprec.formats import COMPUTE_FORMATS, FORMATS, STORAGE_FORMATS
+from autoprec.formats import COMPUTE_FORMATS, STORAGE_FORMATS, format_named, is_scaled
 from autoprec.planning.reasons import bytes_text, seconds_text, violation_text
 from autoprec.plans import AS_IS, Alternative, Assignment, Plan, Storage
 from autoprec.reporting.plans import OpDecision, storage_text
@@ -20,7 +20,7 @@ __all__ = ["Answer", "answer_tables", "answers_data", "why_not"]
 
 Verdict = Literal["chosen", "allowed", "forbidden", "dropped", "no candidate", "undecided"]
 
-_KNOWN = tuple(dict.fromkeys((*COMPUTE_FORMATS, *STORAGE_FORMATS, AS_IS)))
+_KNOWN = (*COMPUTE_FORMATS, AS_IS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,26 +57,31 @@ def why_not(plan: Plan, found: tuple[OpDecision, ...], asked: str) -> tuple[Answ
     _check_name(asked)
     answers: list[Answer] = []
     for d in found:
-        of_op = [_answer(plan, d.op, str(a.role), a, asked) for a in d.roles if asked in COMPUTE_FORMATS]
-        if asked not in COMPUTE_FORMATS or asked in STORAGE_FORMATS:
+        of_op = [_answer(plan, d.op, str(a.role), a, asked) for a in d.roles if _speaks_of(a, asked)]
+        if asked == AS_IS or asked in STORAGE_FORMATS or is_scaled(asked):
             of_op += [_answer(plan, d.op, f"kept: {s.tensor}", s, asked) for s in d.storages]
         answers += of_op or [_undecided(d, asked)]
     return tuple(answers)
 
 
+def _speaks_of(made: Assignment, asked: str) -> bool:
+    """Whether it was a question for the role. A format with a scale is a storage first."""
+    if not (asked == AS_IS or is_scaled(asked)):
+        return True
+    return asked in (made.format, *(a.format for a in made.alternatives or ()), *(d.format for d in made.dropped))
+
+
 def _check_name(asked: str) -> None:
     if asked in _KNOWN:
         return
-    if asked in [f.name for f in FORMATS]:
-        raise InputError(f"{asked} is not implemented yet; formats of plans are {', '.join(_KNOWN)}")
-    longer = [name for name in _KNOWN if asked and name.startswith(asked)]
-    hint = f" Did you mean {longer[0]!r}?" if len(longer) == 1 else nearest(asked, _KNOWN)
-    raise InputError(f"unknown format {asked[:60]!r}.{hint}")
+    if asked.lower().startswith("as"):
+        raise InputError(f"unknown format {asked[:60]!r}.{nearest(asked, _KNOWN)}")
+    format_named(asked[:60])
 
 
 def _undecided(d: OpDecision, asked: str) -> Answer:
     why = "the plan does not decide in which format it computes"
-    if asked not in COMPUTE_FORMATS:
+    if asked == AS_IS or is_scaled(asked):
         why = "what it makes is not kept for backward, or can only be kept as it is"
     return Answer(op=d.op, decision="", asked=asked, chosen="", verdict="undecided", why=why)
 

@@ -17,9 +17,9 @@ class With:
         self._function, self.fixed = function, fixed
         self.__name__, self.__module__ = function.__name__, function.__module__
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it."""
-        return self._function(*args, *self.fixed)
+        return self._function(*args, *self.fixed, **kwargs)
 
 
 class Method:

@@ -8,6 +8,7 @@ What holds afterwards:
 * in-place ops compute in the format of the memory that they change;
 * ops without an assignment, unknown ops and graph outputs get the dtypes that the user wrote;
 * parameters of linears and convolutions go in as masters; parameters of norms stay FP32;
+* a product in FP8 is given BF16 and gives BF16; the FP8 copy of what it reads is made once for all that read it so;
 * what an activation checkpoint reads in another format is cast before it, once, so that the checkpoint keeps the cast
   and not the original; casts of what it makes itself are made, and made again, inside.
 """
@@ -23,6 +24,7 @@ import torch
 from torch import fx
 
 from autoprec.errors import PlanError
+from autoprec.formats import is_scaled, result_format
 from autoprec.graphs import OpClass, Role, shared_path
 from autoprec.numerics.casts import cast, enter_region, leave_region, saturating_cast
 from autoprec.numerics.dtypes import dtype_of
@@ -30,6 +32,7 @@ from autoprec.numerics.gemm import conv, grouped_linear, linear, matmul, relu_ke
 from autoprec.numerics.keeping import keep_in, keeping, open_cell
 from autoprec.numerics.lean import lean
 from autoprec.numerics.norms import norm
+from autoprec.numerics.packing import encode
 from autoprec.numerics.specs import NORM_SIGNATURE, conv_options, fit_scalars, gemm_spec, norm_call
 from autoprec.plans import AS_IS, Plan
 from autoprec.rewriting.calls import Method, With, operands
@@ -67,7 +70,7 @@ class _Rewriter:
         self.casts: dict[fx.Node, dict[tuple[str, CheckpointPath], fx.Node]] = {}
         self.born: dict[fx.Node, str] = {}
         self.root: dict[fx.Node, fx.Node] = {}
-        self.packed: dict[tuple[fx.Node, CheckpointPath], fx.Node] = {}
+        self.packed: dict[tuple[fx.Node, str, CheckpointPath], fx.Node] = {}
         self.cells: dict[tuple[str, CheckpointPath], fx.Node] = {}
         self.main: fx.Node | None = None
         self.path: CheckpointPath = ()
@@ -118,9 +121,9 @@ class _Rewriter:
         """A copy of a captured node, where the pass stands."""
         return self._placed(lambda: self.graph.node_copy(node, transform))
 
-    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> fx.Node:
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], **kwargs: Any) -> fx.Node:
         """A new call, where the pass stands."""
-        return self._placed(lambda: self.graph.call_function(function, arguments))
+        return self._placed(lambda: self.graph.call_function(function, arguments, kwargs))
 
     def _placed(self, make: Callable[[], fx.Node]) -> fx.Node:
         new = make()
@@ -277,6 +280,9 @@ class _Rewriter:
             raise PlanError(f"the plan gives {op.id} a format, but {op.kind} is {op.op_class.value}: it takes none")
         formats = {role: f for role in Role if (f := self.plan.format_of.get((op.id, role))) is not None}
         fmt = formats[Role.OUTPUT]
+        product = op.op_class is OpClass.GEMM and op.kind != "scaled_dot_product_attention"
+        if not product and any(map(is_scaled, formats.values())):
+            raise PlanError(f"the plan gives {op.id} {fmt}, in which products alone are computed; {op.kind} is none")
         region = self.region.get(op.id) if fmt == "fp16" else None
         if op.gemm is not None:
             new = self._weighted_gemm(op, op.gemm, formats, region)
@@ -287,9 +293,9 @@ class _Rewriter:
                 new = self.copy_main(op, lambda n: self.as_written(n))
         elif op.op_class is OpClass.NORM:
             new = self._norm(op, fmt, region)
-        elif op.op_class is OpClass.GEMM and op.kind != "scaled_dot_product_attention":
+        elif product:
             spec = gemm_spec(formats, self.device_type, region or 0)
-            a, b = (self.in_format(n, fmt, region) for n in operands(op.node))
+            a, b = (self.in_format(n, result_format(fmt), region) for n in operands(op.node))
             new = self.main = self.call(With(matmul, spec), (a, b))
         elif op.kind == "relu" and self._stored(op.outputs[0]):
             new = self.call(relu_keeping_bits, (self.in_format(op.inputs[0][0], fmt, region),))
@@ -299,7 +305,7 @@ class _Rewriter:
                 new.target, new.args, new.kwargs = out_of_place(op.kind, new.target, new.args, new.kwargs)
             new.target = lean(new.target)
             new.args, new.kwargs = fit_scalars(op.kind, new.args, fmt), fit_scalars(op.kind, new.kwargs, fmt)
-        self.put(op.node, new, fmt)
+        self.put(op.node, new, result_format(fmt))
         if region:
             self.region_of_value[op.node] = region
 
@@ -334,26 +340,37 @@ class _Rewriter:
         narrow = self._stored(self.binding.tensor_id[x])
         if narrow is None and set(formats.values()) == {_FP32}:
             return self.copy(op.node, lambda n: self.as_written(n))
-        x_new = self.in_format(x, formats[Role.OUTPUT], region)
+        fmt = formats[Role.OUTPUT]
+        x_new = self.in_format(x, result_format(fmt), region)
         weight = self.as_written(gemm.weight)
         if gemm.transposed:
             weight = self.call(torch.t, (weight,))
         bias_new = None if gemm.bias is None else self.as_written(gemm.bias)
-        packed = None
-        if narrow is not None:
-            if (x, self.path) not in self.packed:
-                cell = self.cell_of(narrow, x)
-                self.packed[x, self.path] = self.call(With(keep_in, self.plan.storage_of[narrow]), (cell, x_new))
-            packed = self.packed[x, self.path]
+        storage = None if narrow is None else self.plan.storage_of[narrow]
+        kept = None
+        if narrow is not None and storage is not None:
+            cell = self.cell_of(narrow, x)
+            kept = self._shared(x, f"kept {storage}", With(keep_in, storage), (cell, x_new))
+        operand = None
+        if is_scaled(fmt):
+            operand = kept if storage == fmt else self._shared(x, fmt, With(encode, fmt), (x_new,))
         # FP16 in gradient roles alone: what arrives carries no scale yet.
         local = 0 if region else self.region.get(op.id, 0)
         spec = gemm_spec(formats, self.device_type, region or 0, local)
         if gemm.offs is not None:
-            return self.call(With(grouped_linear, spec), (x_new, weight, self.as_written(gemm.offs), packed))
+            offs = self.as_written(gemm.offs)
+            return self.call(With(grouped_linear, spec), (x_new, weight, offs, kept), operand=operand)
         if op.kind not in CONVS:
-            return self.call(With(linear, spec), (x_new, weight, bias_new, packed))
+            return self.call(With(linear, spec), (x_new, weight, bias_new, kept), operand=operand)
         options = conv_options(op.kind, gemm_arguments(op.kind, op.node.args, op.node.kwargs))
-        return self.call(With(conv, spec, options), (x_new, weight, bias_new, packed))
+        return self.call(With(conv, spec, options), (x_new, weight, bias_new, kept), operand=operand)
+
+    def _shared(self, x: fx.Node, what: str, make: Callable[..., Any], arguments: tuple[fx.Node, ...]) -> fx.Node:
+        """A narrow copy of a tensor, made once for all who read it here, until the tensor changes in place."""
+        key = (x, what, self.path)
+        if key not in self.packed:
+            self.packed[key] = self.call(make, arguments)
+        return self.packed[key]
 
     # Storages
 

@@ -45,11 +45,11 @@ def main() -> None:
     torch.manual_seed(0)
     wide = torch.randn(1 << SIZES[-1])
     narrow, channels = wide.bfloat16(), wide.bfloat16().view(64, 64, 32, 32)
-    packed = packing.encode_e4m3(wide)
+    packed = packing.encode(wide, "fp8_e4m3")
     cases: list[tuple[str, Callable[[], object], Callable[[int], None]]] = [
-        ("FP32 to E4M3", lambda: packing.encode_e4m3(wide), pack_in),
-        ("BF16 to E4M3", lambda: packing.encode_e4m3(narrow), pack_in),
-        ("E4M3 to FP32", lambda: packing.decode_e4m3(packed, torch.float32), pack_in),
+        ("FP32 to E4M3", lambda: packing.encode(wide, "fp8_e4m3"), pack_in),
+        ("BF16 to E4M3", lambda: packing.encode(narrow, "fp8_e4m3"), pack_in),
+        ("E4M3 to FP32", lambda: packing.decode(packed, torch.float32), pack_in),
         ("sums over channels, BF16", lambda: gemm._channel_sums(channels), sum_in),
     ]
     print(f"{wide.numel()} elements; milliseconds, median (quartiles), by elements of a piece")

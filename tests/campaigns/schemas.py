@@ -12,8 +12,18 @@ from jsonschema.validators import extend
 
 Path = tuple[str | int, ...]
 
-FORMATS = ["fp32", "bf16", "fp16", "fp8_e5m2", "fp8_e4m3"]
-COMPUTE = ["fp32", "bf16", "fp16"]
+#: Built in, and those that may be described: 2 to 6 exponent bits, at least one of mantissa, 3 to 8 in all; integers.
+NAMES = ["fp32", "bf16", "fp16", "fp8_e5m2", "fp8_e4m3"]
+OWN = [
+    f"fp{1 + e + m}_e{e}m{m}{suffix}"
+    for e in range(2, 7)
+    for m in range(1, 8 - e)
+    for suffix in ("", "fn")
+    if f"fp{1 + e + m}_e{e}m{m}{suffix}" not in ("fp8_e4m3", "fp8_e5m2", "fp8_e4m3fn")
+]
+FORMATS = [*NAMES, *OWN, *(f"int{bits}" for bits in range(2, 9))]
+COMPUTE = FORMATS
+STORAGES = [f for f in FORMATS if f not in ("fp32", "fp16")]
 ROLES = ["output", "grad_input", "grad_weight"]
 TEXT = {"type": "string"}
 SOME_TEXT = {"type": "string", "minLength": 1}
@@ -62,13 +72,14 @@ POLICY = mapping(
             {},
             match=TEXT,
             kinds=TEXTS,
+            roles=items(one_of(ROLES)),
             pin=maybe(one_of([*COMPUTE, None])),  # type: ignore[list-item]
             floor=maybe(one_of([*FORMATS, None])),  # type: ignore[list-item]
             optional={"type": "boolean"},
             why=TEXT,
         )
     ),
-    storage=mapping({}, formats=items(one_of(["bf16", "fp8_e4m3"]))),
+    storage=mapping({}, formats=items(one_of(STORAGES))),
     calibration=mapping({}, steps={"type": "integer", "minimum": 2}),
     monitor=mapping(
         {},
@@ -77,7 +88,14 @@ POLICY = mapping(
         saturation_frac={"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
     ),
     guard=mapping({}, nonfinite=one_of(["skip", "raise"]), patience_steps={"type": "integer", "minimum": 1}),
-    loss_scaling=mapping({}, mode=one_of(["regional", "none"])),
+    loss_scaling=mapping(
+        {},
+        mode=one_of(["regional", "global", "none"]),
+        init={"anyOf": [{"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": math.inf}, {"const": "auto"}]},
+        growth={"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": math.inf},
+        backoff={"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+        interval_steps={"type": "integer", "minimum": 1},
+    ),
     uncaptured=one_of(["error", "report"]),
 )
 
@@ -94,7 +112,7 @@ ENVELOPE = {"version": {"type": "integer", "enum": [1]}}
 
 NUMBER = {"type": "number"}
 FINITE = {"type": "number", "exclusiveMinimum": -math.inf, "exclusiveMaximum": math.inf}
-ANY_FORMAT = one_of([*COMPUTE, "fp8_e4m3", "as_is"])
+ANY_FORMAT = one_of([*COMPUTE, "as_is"])
 BROKEN = mapping(
     {"kind": one_of(["peak", "loss", "gradient", "tie"]), "what": TEXT, "value": NUMBER, "limit": NUMBER},
 )
@@ -124,9 +142,7 @@ PLAN = mapping(
             mapping({"op": SOME_TEXT, "role": one_of(ROLES), "format": one_of(COMPUTE), "reason": TEXT}, **OTHERS)
         ),
     },
-    storages=items(
-        mapping({"tensor": SOME_TEXT, "format": one_of(["as_is", "bf16", "fp8_e4m3"]), "reason": TEXT}, **OTHERS)
-    ),
+    storages=items(mapping({"tensor": SOME_TEXT, "format": one_of(["as_is", *STORAGES]), "reason": TEXT}, **OTHERS)),
     regions=items(
         mapping(
             {

@@ -23,7 +23,7 @@ def test_ops_keep_narrow_what_they_may(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def keep_everything(x: Tensor, storage: str) -> Packed:
-    return Packed(x.detach(), None)
+    return Packed(x.detach(), None, "fp32")
 
 
 def keep_the_first_row(packed: Packed, x: Tensor) -> Packed:

@@ -18,6 +18,7 @@ from autoprec.policies import Policy
 from autoprec.profiles import BINS, LossProfile, Profile, RangeHistogram, TensorProfile, WeightProfile
 
 FORMATS = ("fp32", "bf16", "fp16")
+FP8 = ("fp8_e5m2", "fp8_e4m3")
 STEPS = 4
 
 
@@ -178,19 +179,24 @@ class Maker:
             for r in roles
             for f in FORMATS
         )
-        storages = (*FORMATS, "fp8_e4m3")
+        timings += tuple(
+            OpTiming(timing_key=k, role=r, format=f, seconds=1e-4 * float(side.uniform(0.1, 0.8)),
+                     workspace_bytes=int(side.integers(64)))
+            for k in keys for r in roles for f in FP8
+        )  # fmt: skip
+        storages = (*FORMATS, *FP8)
         casts = tuple(
             CastTiming(
                 source=a,
                 target=b,
-                seconds_per_element=float(rng.uniform(0.1, 2.0)) * (2e-8 if "fp8_e4m3" in (a, b) else 1e-7),
+                seconds_per_element=float(rng.uniform(0.1, 2.0)) * (2e-8 if {a, b} & {*FP8} else 1e-7),
                 seconds_per_call=float(rng.uniform(0.0, 1.0)) * 1e-6,
             )
             for a in storages
             for b in storages
             if a != b
         )
-        return Device(name="made up", type="cpu", native=FORMATS, timings=timings, casts=casts)
+        return Device(name="made up", type="cpu", native=storages, timings=timings, casts=casts)
 
 
 #: What a policy may allow: nothing, one narrow storage, or both.
@@ -270,9 +276,14 @@ def random_case(seed: int, *, most: int = 256) -> Case:
     rng = np.random.default_rng(seed)
     make, graph = random_graph(rng)
     formats = FORMATS if rng.random() < 0.5 else ("fp32", "bf16")
+    side, rules = rng.spawn(1)[0], []
+    if side.random() < 0.5:  # products of activations have FP8 where a rule says so
+        formats = (*formats, *FP8) if side.random() < 0.5 else ("fp32", str(side.choice(FP8)))
+        rules = [{"kinds": ["matmul"], "pin": formats[-1], "optional": True}] if side.random() < 0.5 else []
     policy = Policy.model_validate({
         "name": "made up",
         "formats": formats,
+        "rules": rules,
         "objective": "time" if rng.random() < 0.5 else "bytes",
         "noise": {"gradient": 10.0 ** float(rng.uniform(-3.0, 0.5)), "loss": 10.0 ** float(rng.uniform(-6.0, -1.0))},
         "storage": {"formats": STORAGES[int(np.searchsorted((0.2, 0.5, 0.6), rng.random()))]},

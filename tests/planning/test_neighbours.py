@@ -19,10 +19,10 @@ def agree(a: Evaluation, b: Evaluation) -> bool:
     exact = (a.saved_bytes, a.peak_bytes, a.peak_moment, a.bytes_at) == (
         b.saved_bytes, b.peak_bytes, b.peak_moment, b.bytes_at
     )  # fmt: skip
-    # A sum of differences leaves a residue of what was subtracted.
+    # A sum of differences leaves a residue of what was subtracted; what is a root is compared as the sum that it was.
     sums = np.allclose(
-        [a.seconds, a.loss_sigma, a.gradient_ratio, a.noise, a.objective],
-        [b.seconds, b.loss_sigma, b.gradient_ratio, b.noise, b.objective],
+        [a.seconds, a.loss_sigma**2, a.gradient_ratio**2, a.noise, a.objective],
+        [b.seconds, b.loss_sigma**2, b.gradient_ratio**2, b.noise, b.objective],
         rtol=1e-6, atol=1e-9,
     )  # fmt: skip
     return exact and bool(sums) and [(v.kind, v.what) for v in a.violations] == [(v.kind, v.what) for v in b.violations]

@@ -1,0 +1,136 @@
+"""Operands of matrix products rounded to the formats of a plan, and the products themselves.
+
+A product is computed in the format of its operands where the device does that; elsewhere the rounded operands are
+upcast (exactly), multiplied with FP32 accumulation, and the result is rounded once: it is emulated. FP8 products come
+out in BF16 or FP32. FP8 tensors are bytes here, never a torch dtype with which a plain product would go along.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autoprec.formats import is_scaled, other_operand, result_format
+from autoprec.numerics.dtypes import dtype_of
+from autoprec.numerics.packing import Packed, decode, encode
+
+__all__ = ["GemmSpec", "rows_times_rows"]
+
+#: What CUDA's FP8 kernels want the sizes of an operand's rows and of the result's rows to be multiples of.
+_FP8_MULTIPLE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmSpec:
+    """The arithmetic of one op.
+
+    Attributes:
+        output, grad_input, grad_weight: format names by role. The format of a gradient role is that of the gradient
+            that arrives; what it is multiplied by has the format that goes with it (`formats.other_operand`).
+        native: formats in which the device computes this product itself.
+        scale_log2: of the FP16 region: gradients that arrive carry the factor 2**scale_log2.
+        local_scale_log2: where only gradient roles are FP16, the arriving gradient is multiplied by 2**local_scale_log2
+            before it is rounded, and each product divided by it.
+        rowwise: whether operands in formats with a scale have one for each row (of length K, in the product), or one.
+    """
+
+    output: str
+    grad_input: str
+    grad_weight: str
+    native: tuple[str, ...]
+    scale_log2: int = 0
+    local_scale_log2: int = 0
+    rowwise: bool = False
+
+    @property
+    def result(self) -> torch.dtype:
+        """In which the op's output is born."""
+        return dtype_of(result_format(self.output))
+
+    def packed(self, x: Tensor | Packed, fmt: str) -> Packed:
+        """An operand of shape (…, K) in a format with a scale."""
+        if isinstance(x, Packed):
+            if x.inverse_scale is not None and x.format == fmt and bool(x.inverse_scale.dim()) == self.rowwise:
+                return x
+            x = decode(x, self.wide(x.format))
+        return encode(x, fmt, rowwise=self.rowwise)
+
+    def operand(self, x: Tensor | Packed, fmt: str) -> Tensor:
+        """An operand of shape (…, K), rounded, in the dtype in which the product is computed (emulated, if need be)."""
+        if is_scaled(fmt):
+            return decode(self.packed(x, fmt), self.wide(fmt))
+        x = decode(x, dtype_of(fmt)) if isinstance(x, Packed) else x.to(dtype_of(fmt))
+        return x if fmt in self.native else x.float()
+
+    def wide(self, fmt: str) -> torch.dtype:
+        """A dtype that has all numbers of a narrow format, and in which the device computes."""
+        wide = result_format(fmt)
+        return dtype_of(wide) if wide in self.native else torch.float32
+
+    @property
+    def plain(self) -> bool:
+        """Whether every operand is a cast that autograd can follow, so that there are second derivatives."""
+        return not any(map(is_scaled, (self.output, self.grad_input, self.grad_weight)))
+
+    def shifts(self, fmt: str) -> bool:
+        """Whether the arriving gradient needs the local scale in this format."""
+        return bool(self.local_scale_log2) and fmt == "fp16"
+
+    def gradient(self, g: Tensor, fmt: str) -> Tensor:
+        """The arriving gradient with the local scale, as far as the format needs one."""
+        return g.float() * 2.0**self.local_scale_log2 if self.shifts(fmt) else g
+
+    def product(self, p: Tensor, fmt: str) -> Tensor:
+        """A product of `gradient(…, fmt)`, without the local scale."""
+        return p.float() * 2.0**-self.local_scale_log2 if self.shifts(fmt) else p
+
+
+def rows_times_rows(
+    a: Tensor | Packed, b: Tensor | Packed, fmt: str, spec: GemmSpec, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """a·bᵀ (+ bias) for a (…, K) in `fmt` and b (N, K) in the format that goes with it; (…, N) in `dtype`."""
+    beside = other_operand(fmt)
+    if is_scaled(fmt) and fmt in spec.native:
+        return scaled_product(spec.packed(a, fmt), spec.packed(b, beside), dtype, bias)
+    left, right = spec.operand(a, fmt), spec.operand(b, beside)
+    if left.is_cuda and dtype is torch.float32 and left.dtype is not torch.float32 and bias is None:
+        return torch.mm(left, right.t(), out_dtype=torch.float32)  # as it was accumulated
+    if bias is None:
+        return (left @ right.t()).to(dtype)
+    return F.linear(left, right, bias.to(spec.result).to(left.dtype)).to(dtype)
+
+
+def scaled_product(a: Packed, b: Packed, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """a·bᵀ (+ bias) for FP8 tensors a (…, K) and b (N, K), by the device's own FP8 product; (…, N) in `dtype`.
+
+    Sizes that its kernels do not take are padded with zeros. Scales per row give BF16 (all that CUDA has), and FP32 of
+    that.
+    """
+    assert a.inverse_scale is not None and b.inverse_scale is not None
+    rowwise = a.inverse_scale.dim() > 0
+    shape, n = a.payload.shape, b.payload.shape[0]
+    left = _padded(a.payload.reshape(shape[:-1].numel(), shape[-1]).view(dtype_of(a.format)), 1)
+    right = _padded(b.payload.view(dtype_of(b.format)), _FP8_MULTIPLE)
+    columns = right.shape[0]
+    scale_a, scale_b = a.inverse_scale.reshape(-1, 1) if rowwise else a.inverse_scale, b.inverse_scale
+    if rowwise:
+        scale_b = F.pad(scale_b, (0, 0, 0, columns - n), value=1.0).t()
+    made = torch.bfloat16 if rowwise and dtype is torch.float32 else dtype
+    recipe = F.ScalingType.RowWise if rowwise else F.ScalingType.TensorWise
+    # cuBLAS adds no bias to an FP32 result.
+    fused = None if bias is None or made is torch.float32 else F.pad(bias.to(made), (0, columns - n))
+    y = F.scaled_mm(left, right.t(), scale_a, recipe, scale_b, recipe, bias=fused, output_dtype=made)
+    y = (y[:, :n] if columns > n else y).to(dtype)
+    y = y if bias is None or fused is not None else y + bias
+    return y.reshape(*shape[:-1], n)
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """A contiguous matrix whose rows, and their number, are multiples of what FP8 kernels take: with zeros behind."""
+    below, beside = -x.shape[0] % rows, -x.shape[1] % _FP8_MULTIPLE
+    if not below and not beside:
+        return x.contiguous()
+    return F.pad(x.view(torch.uint8), (0, beside, 0, below)).view(x.dtype)

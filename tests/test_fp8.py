@@ -1,0 +1,368 @@
+"""Products in formats with a scale: each role against arithmetic written down here, the device's own FP8 product
+against the emulation, and plans that say which role runs in what."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoprec
+from autoprec.errors import PlanError, UnsupportedError
+from autoprec.formats import format_named, is_scaled
+from autoprec.graphs import Role
+from autoprec.numerics import gemm, products
+from autoprec.numerics.dtypes import native_formats
+from autoprec.numerics.gemm import ConvOptions, conv, grouped_linear, linear, matmul
+from autoprec.numerics.packing import encode
+from autoprec.numerics.products import GemmSpec, scaled_product
+from autoprec.plans import Assignment, Plan, Storage
+from autoprec.policies import Policy
+from tests.test_casts import by_table, sqnr_db
+
+FORMATS = ["fp32", "bf16", "fp8_e5m2", "fp8_e4m3", "fp8_e3m4", "int8"]
+NATIVE = native_formats("cpu")
+
+
+def by_hand(x: Tensor, fmt: str, *, by_row: bool = False) -> Tensor:
+    """`x` rounded to a format by the table of its numbers, with the largest power-of-two scale that fits, in the dtype
+    in which this device multiplies it."""
+    if not is_scaled(fmt):
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[fmt]
+        return x.to(dtype) if fmt in NATIVE else x.to(dtype).float()
+    found, values = format_named(fmt), x.double().numpy()
+    amax = np.abs(values).max(axis=-1, keepdims=True) if by_row else np.abs(values).max()
+    scale = 2.0 ** np.floor(np.log2(found.max_value / np.where(amax > 0, amax, found.max_value)))
+    rounded = by_table((values * scale).astype(np.float32), found) / scale
+    return torch.from_numpy(rounded).to(torch.bfloat16 if "bf16" in NATIVE else torch.float32)
+
+
+def beside(fmt: str) -> str:
+    return "fp8_e4m3" if fmt == "fp8_e5m2" else fmt
+
+
+def leaves_of(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """The first in the dtype that the op is given, the others masters."""
+    generator = torch.Generator().manual_seed(0)
+    found = [torch.randn(s, generator=generator) for s in shapes]
+    return [t.to(dtype if i == 0 else torch.float32).requires_grad_() for i, t in enumerate(found)]
+
+
+def given(output: str) -> torch.dtype:
+    return torch.float32 if output == "fp32" else torch.bfloat16
+
+
+def spec_of(roles: tuple[str, str, str], *, rowwise: bool = False) -> GemmSpec:
+    return GemmSpec(output=roles[0], grad_input=roles[1], grad_weight=roles[2], native=NATIVE, rowwise=rowwise)
+
+
+@pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
+@pytest.mark.parametrize("roles", list(itertools.product(FORMATS, repeat=3)), ids="-".join)
+def test_a_linear_is_three_products_by_hand(roles: tuple[str, str, str], rowwise: bool) -> None:
+    """Bitwise: operands rounded by a table, multiplied by torch in the same dtype, the result rounded once."""
+    output, grad_input, grad_weight = roles
+    dtype = given(output)
+    x, w, b = leaves_of(dtype, (2, 5, 24), (12, 24), (12,))
+    y = linear(x, w, b, None, spec_of(roles, rowwise=rowwise))
+    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    y.backward(g)
+    rows, flat = x.detach().reshape(-1, 24), g.reshape(-1, 12)
+    with torch.no_grad():
+        first, second = by_hand(rows, output, by_row=rowwise), by_hand(w, beside(output), by_row=rowwise)
+        bias = b.to(dtype).to(first.dtype)
+        assert torch.equal(y, F.linear(first.view(2, 5, 24), second, bias).to(dtype))
+        first = by_hand(flat, grad_input, by_row=rowwise)
+        second = by_hand(w.t().contiguous(), beside(grad_input), by_row=rowwise)
+        assert torch.equal(x.grad, (first @ second.t()).to(dtype).view(2, 5, 24))
+        # What was read for the output is what was kept.
+        kept = by_hand(rows, output, by_row=rowwise).float() if is_scaled(output) else rows
+        first = by_hand(flat.t().contiguous(), grad_weight, by_row=rowwise)
+        same = beside(grad_weight) == output and not rowwise
+        second = (
+            kept.to(first.dtype) if same else by_hand(kept.t().contiguous(), beside(grad_weight), by_row=rowwise).t()
+        )
+        assert torch.equal(w.grad, (first @ second).float())
+        assert torch.allclose(b.grad, flat.float().sum(0), rtol=1e-6, atol=1e-5)
+
+
+ROLES = [
+    ("fp8_e4m3", "fp8_e5m2", "bf16"),
+    ("fp8_e4m3",) * 3,
+    ("bf16", "fp8_e5m2", "fp8_e4m3"),
+    ("int8", "fp32", "int8"),
+]
+
+
+@pytest.mark.parametrize("roles", ROLES, ids="-".join)
+def test_a_convolution_is_three_products_by_hand(roles: tuple[str, str, str]) -> None:
+    output, grad_input, grad_weight = roles
+    dtype = given(output)
+    x, w, b = leaves_of(dtype, (2, 4, 9, 8), (6, 4, 3, 3), (6,))
+    options = ConvOptions(stride=(2, 1), padding=(1, 1), dilation=(1, 1), groups=1)
+    y = conv(x, w, b, None, spec_of(roles), options)
+    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    y.backward(g)
+
+    def product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        return F.conv2d(x, w, b, stride=(2, 1), padding=(1, 1))
+
+    with torch.no_grad():
+        first, second = by_hand(x, output), by_hand(w, beside(output))
+        assert torch.equal(y, product(first, second, b.to(dtype).to(first.dtype)).to(dtype))
+        kept = (by_hand(x, output).float() if is_scaled(output) else x).clone()
+    for role, leaf, found in ((grad_input, 0, x.grad), (grad_weight, 1, w.grad)):
+        arriving, other = by_hand(g, role), beside(role)
+        operands = [by_hand(t.detach().clone(), other) for t in (kept, w)]
+        operands = [t.to(arriving.dtype).requires_grad_(i == leaf) for i, t in enumerate(operands)]
+        (expected,) = torch.autograd.grad(product(*operands, None), operands[leaf], arriving)
+        assert torch.equal(found, expected.to(found.dtype))
+
+
+@pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e3m4", "bf16"])
+def test_a_product_of_activations_by_hand(fmt: str) -> None:
+    a, b = (t.detach().bfloat16().requires_grad_() for t in leaves_of(torch.bfloat16, (3, 1, 4, 24), (2, 24, 6)))
+    y = matmul(a, b, spec_of((fmt, fmt, fmt)))
+    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    y.backward(g)
+    with torch.no_grad():
+        left, right, arriving = by_hand(a, fmt), by_hand(b, fmt), by_hand(g, fmt)
+        assert torch.equal(y, (left @ right).bfloat16())
+        for found, expected in ((a.grad, arriving @ right.mT), (b.grad, left.mT @ arriving)):
+            expected = expected.float().sum_to_size(found.shape)
+            # Ours sums over the broadcast dimensions before it rounds, this after it: a BF16 rounding for each term.
+            torch.testing.assert_close(found.float(), expected, rtol=2**-6, atol=2**-6 * float(expected.abs().max()))
+
+
+def test_experts_in_fp8_are_linears_in_fp8() -> None:
+    """With one scale for all experts, as one copy of the rows has."""
+    roles = ("fp8_e4m3", "fp8_e5m2", "bf16")
+    x, w = leaves_of(torch.bfloat16, (10, 24), (3, 24, 12))
+    offs = torch.tensor([4, 4, 9], dtype=torch.int32)
+    y = grouped_linear(x, w, offs, None, spec_of(roles))
+    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    y.backward(g)
+    with torch.no_grad():
+        first, second = by_hand(x, "fp8_e4m3"), by_hand(w, "fp8_e4m3")
+        arriving = by_hand(g, "fp8_e5m2")
+        for i, rows in enumerate((slice(0, 4), slice(4, 4), slice(4, 9))):
+            assert torch.equal(y[rows], (first[rows] @ second[i]).bfloat16())
+            assert torch.equal(x.grad[rows], (arriving[rows] @ second[i].t()).bfloat16())
+            assert torch.equal(w.grad[i], (first[rows].t() @ g[rows]).float())
+        assert not y[9:].any() and not x.grad[9:].any()
+
+
+@pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
+@pytest.mark.parametrize("left", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("shape", [(16, 32, 48), (33, 40, 24), (1, 16, 5), (7, 3, 1)], ids=str)
+def test_the_devices_own_product_is_the_emulated_one(shape: tuple[int, int, int], left: str, rowwise: bool) -> None:
+    """`scaled_mm`, padded where its kernels ask for it, against upcast operands. The two add in different orders: FP32
+    sums of K products differ by at most K·2⁻²³ of the sum of magnitudes, and BF16 by one rounding more."""
+    m, k, n = shape
+    x, w, bias = (t.detach() for t in leaves_of(torch.float32, (m, k), (n, k), (n,)))
+    a, b = encode(x, left, rowwise=rowwise), encode(w, "fp8_e4m3", rowwise=rowwise)
+    left_wide, right_wide = by_hand(x, left, by_row=rowwise).double(), by_hand(w, "fp8_e4m3", by_row=rowwise).double()
+    exact = left_wide @ right_wide.t() + bias.double()
+    magnitude = left_wide.abs() @ right_wide.abs().t() + bias.abs()
+    for dtype in (torch.float32, torch.bfloat16):
+        found = scaled_product(a, b, dtype, bias)
+        assert found.shape == (m, n) and found.dtype is dtype
+        once = 2.0**-8 * exact.abs() + 2.0**-8 * bias.abs() if dtype is torch.bfloat16 or rowwise else 0.0
+        assert bool(((found.double() - exact).abs() <= k * 2.0**-23 * magnitude + once).all())
+
+
+def test_the_devices_own_product_is_used_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small twin of what runs on a GPU: the CPU's FP8 product is slow, and it is there."""
+    used: list[tuple[str, str]] = []
+    own = products.scaled_product
+
+    def counted(a: Any, b: Any, *rest: Any) -> Tensor:
+        used.append((a.format, b.format))
+        return own(a, b, *rest)
+
+    monkeypatch.setattr(products, "scaled_product", counted)
+    roles = ("fp8_e4m3", "fp8_e5m2", "fp8_e5m2")
+    results = []
+    for native in (NATIVE, (*NATIVE, "fp8_e4m3", "fp8_e5m2")):
+        x, w, b = leaves_of(torch.bfloat16, (2, 5, 24), (12, 24), (12,))
+        spec = GemmSpec(output=roles[0], grad_input=roles[1], grad_weight=roles[2], native=native)
+        y = linear(x, w, b, None, spec)
+        y.add_(1)  # a result that may be changed in place
+        y.backward(torch.ones_like(y))
+        results.append([y.detach(), x.grad, w.grad, b.grad])
+    assert used == [("fp8_e4m3", "fp8_e4m3"), ("fp8_e5m2", "fp8_e4m3"), ("fp8_e5m2", "fp8_e4m3")]
+    for emulated, native_result in zip(*results, strict=True):
+        torch.testing.assert_close(native_result.float(), emulated.float(), rtol=2**-7, atol=2**-7)
+
+
+def test_signal_to_noise_of_products() -> None:
+    """Of normal data: √2 of a cast's noise for two operands, so 3 dB below it; E5M2 gradients are 6 dB coarser."""
+    x, w = leaves_of(torch.float32, (512, 256), (128, 256))
+    y = linear(x, w, None, None, spec_of(("fp8_e4m3", "fp8_e5m2", "fp8_e5m2")))
+    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    y.backward(g.bfloat16())
+    with torch.no_grad():
+        assert sqnr_db(x @ w.t(), y) >= 25.0
+        assert sqnr_db(g.t() @ x, w.grad) >= 23.0
+        assert sqnr_db(g @ w, x.grad) >= 23.0
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_what_is_not_finite_is_never_hidden(bad: float) -> None:
+    """torch's E4M3 casts make 448 of inf: then nobody would veto the step."""
+    x, w = leaves_of(torch.bfloat16, (4, 16), (8, 16))
+    spec = spec_of(("fp8_e4m3", "fp8_e5m2", "fp8_e4m3"))
+    with torch.no_grad():
+        x[1, 3] = bad
+    y = linear(x, w, None, None, spec)
+    assert not bool(y[1].isfinite().any())
+    y = linear(torch.ones_like(x).requires_grad_(), w, None, None, spec)
+    y.backward(torch.full_like(y, bad))
+    assert not bool(w.grad.isfinite().any())
+
+
+def test_zeros_go_through() -> None:
+    """All-zero rows, as LoRA begins with: amax 0 is a scale of 1, not 0/0."""
+    x, w = (torch.zeros_like(t).requires_grad_() for t in leaves_of(torch.bfloat16, (4, 16), (8, 16)))
+    w = w.detach().float().requires_grad_()
+    for rowwise in (False, True):
+        y = linear(x, w, None, None, spec_of(("fp8_e4m3", "fp8_e5m2", "fp8_e5m2"), rowwise=rowwise))
+        y.backward(torch.zeros_like(y))
+        assert not y.any() and not x.grad.any() and not w.grad.any()
+
+
+def test_a_second_derivative_through_fp8_is_refused() -> None:
+    x, w = leaves_of(torch.bfloat16, (4, 16), (8, 16))
+    for roles in (("fp8_e4m3", "bf16", "bf16"), ("bf16", "fp8_e5m2", "bf16"), ("bf16", "bf16", "fp8_e5m2")):
+        y = linear(x, w, None, None, spec_of(roles))
+        with pytest.raises(UnsupportedError, match="FP8|narrow format"):
+            torch.autograd.grad(y.float().sum(), [x, w], create_graph=True)
+
+
+# Plans ----------------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Two products that read the same tensor, one that reads their sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(x)
+        return self.c(F.gelu(self.a(h) + self.b(h)))
+
+
+def assignment(op: str, role: Role, fmt: str) -> Assignment:
+    return Assignment(op=op, role=role, format=fmt, reason="test")
+
+
+def fp8_plan(*, storages: tuple[Storage, ...] = ()) -> Plan:
+    """FP8 forward, E5M2 gradients back, weight gradients in BF16; all else in BF16."""
+    found = [assignment(op, Role.OUTPUT, "bf16") for op in (":tanh#0", ":add#0", ":gelu#0")]
+    for op in ("a:linear#0", "b:linear#0", "c:linear#0"):
+        found += [assignment(op, Role.OUTPUT, "fp8_e4m3"), assignment(op, Role.GRAD_INPUT, "fp8_e5m2"),
+                  assignment(op, Role.GRAD_WEIGHT, "bf16")]  # fmt: skip
+    return Plan(assignments=tuple(found), storages=storages)
+
+
+@pytest.mark.parametrize("stored", ["", "fp8_e4m3", "bf16"])
+def test_a_plan_by_role_runs_as_planned(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted: three products for each layer, each in its format; one FP8 copy for both readers of a tensor."""
+    formats: Counter[str] = Counter()
+    encoded: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    own_product, own_encode = products.rows_times_rows, products.encode
+
+    def product(a: Any, b: Any, fmt: str, *rest: Any) -> Tensor:
+        formats[fmt] += 1
+        return own_product(a, b, fmt, *rest)
+
+    def counted(x: Tensor, fmt: str, **kwargs: Any) -> Any:
+        encoded[fmt, tuple(x.shape)] += 1
+        return own_encode(x, fmt, **kwargs)
+
+    monkeypatch.setattr(gemm, "rows_times_rows", product)
+    for module in ("numerics.products", "numerics.keeping", "rewriting.rewrite"):
+        monkeypatch.setattr(f"autoprec.{module}.encode", counted)
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(6, 16, requires_grad=True)
+    storages = (Storage(tensor=":tanh#0", format=stored, reason="test"),) if stored else ()
+    autoprec.compile(model, plan=fp8_plan(storages=storages), events=None)
+    model(x).square().sum().backward()
+    assert formats == {"fp8_e4m3": 3, "fp8_e5m2": 3, "bf16": 3}
+    session = autoprec.session(model)
+    executed = session.executed_formats()
+    assert {op: executed[op] for op in ("a:linear#0", "c:linear#0", ":gelu#0")} == dict.fromkeys(
+        ("a:linear#0", "c:linear#0", ":gelu#0"), "bf16"
+    )
+    if stored == "fp8_e4m3":  # the copy that is kept is the one that was read
+        assert sum(n for (fmt, shape), n in encoded.items() if fmt == "fp8_e4m3" and math.prod(shape) == 96) == 1
+    else:
+        assert encoded["fp8_e4m3", (6, 16)] == 1
+
+
+def test_fp8_tensors_go_nowhere_else() -> None:
+    """They are bytes in the graph: torch would run a plain product of its own FP8 dtypes without a word."""
+    model, x = Net(), torch.randn(6, 16)
+    autoprec.compile(model, plan=fp8_plan(), events=None)
+    seen: set[torch.dtype] = set()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.add(t.dtype), t)[1], lambda t: t):
+        model(x).square().sum().backward()
+    assert torch.uint8 in seen and not any(str(d).startswith("torch.float8") for d in seen)
+
+
+def test_formats_of_products_are_for_products() -> None:
+    model, x = Net(), torch.randn(6, 16)
+    autoprec.compile(model, plan=Plan(assignments=(assignment(":gelu#0", Role.OUTPUT, "fp8_e4m3"),)), events=None)
+    with pytest.raises(PlanError, match="products alone"):
+        model(x)
+
+
+def policy(*rules: dict[str, Any], formats: tuple[Any, ...] = ("fp32", "bf16", "fp8_e4m3", "fp8_e5m2")) -> Policy:
+    every = {"match": "*", "kinds": ["linear"], "pin": "fp8_e4m3"}
+    return Policy(name="test", formats=formats, rules=(*rules, every), calibration={"steps": 2},
+                  noise={"gradient": 1e3, "loss": 1e3}, storage={"formats": ()})  # fmt: skip
+
+
+def planned(policy: Policy) -> dict[tuple[str, Role], str]:
+    torch.manual_seed(0)
+    model, batches = Net(), [torch.randn(6, 16) for _ in range(2)]
+    autoprec.compile(model, policy=policy, batches=batches, loss_fn=lambda m, b: m(b).square().mean(), events=None)
+    return autoprec.session(model).plan.format_of
+
+
+def test_a_rule_for_one_role_of_one_layer_changes_only_that() -> None:
+    plain = planned(policy())
+    raised = planned(policy({"match": "b", "roles": ["grad_weight"], "pin": "bf16"}))
+    assert {k for k in plain if plain[k] != raised[k] and "linear" in k[0]} == {("b:linear#0", Role.GRAD_WEIGHT)}
+    assert raised["b:linear#0", Role.GRAD_WEIGHT] == "bf16"
+
+
+def test_what_would_be_emulated_is_not_chosen_unless_a_rule_pins_it() -> None:
+    """FP8 products on a CPU are slower than BF16: nobody gets them by accident, and the plan says why not."""
+    torch.manual_seed(0)
+    model, batches = Net(), [torch.randn(6, 16) for _ in range(2)]
+    found = Policy(name="test", formats=("fp32", "bf16", "fp8_e4m3"), calibration={"steps": 2})
+    autoprec.compile(model, policy=found, batches=batches, loss_fn=lambda m, b: m(b).square().mean(), events=None)
+    plan = autoprec.session(model).plan
+    assert "fp8_e4m3" not in {a.format for a in plan.assignments}
+    (layer,) = (a for a in plan.assignments if (a.op, a.role) == ("a:linear#0", Role.OUTPUT))
+    assert "would emulate it" in next(d.why for d in layer.dropped if d.format == "fp8_e4m3")
+
+
+def test_formats_of_ones_own_by_value_and_by_name() -> None:
+    mine = autoprec.Format(name="fp8_e3m4", exponent_bits=3, mantissa_bits=4)
+    by_value = policy({"match": "a", "pin": "fp8_e3m4"}, formats=("fp32", "bf16", mine, "int8", "fp8_e4m3"))
+    assert by_value.formats == ("fp32", "bf16", "fp8_e3m4", "int8", "fp8_e4m3")
+    formats = planned(by_value)
+    assert {formats["a:linear#0", role] for role in Role} == {"fp8_e3m4"}
+    wrong = autoprec.Format(name="fp8_e4m3", exponent_bits=4, mantissa_bits=3)
+    with pytest.raises(autoprec.PolicyError, match="not what its name says"):
+        policy(formats=("fp32", wrong))
