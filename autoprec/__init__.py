@@ -17,6 +17,7 @@ _HOME = {
     "unwrap": "autoprec.api",
     "Session": "autoprec.sessions",
     "GradScaler": "autoprec.scaler",
+    "DynamicPrecisionScheduler": "autoprec.dynamic",
     "Format": "autoprec.formats",
     "Role": "autoprec.graphs",
     "Op": "autoprec.graphs",

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 from pydantic import field_validator as validator
-from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
-from autoprec.budgets import BUDGET_PATTERN, LARGEST_BUDGET_BYTES, Budget, parse_budget
+from autoprec.budgets import Budget, parse_budget
 from autoprec.checks import described
 from autoprec.errors import InputError, PolicyError, nearest
-from autoprec.formats import COMPUTE_FORMATS, NAME_PATTERN, STORAGE_FORMATS, Format, format_named
+from autoprec.formats import COMPUTE_FORMATS, STORAGE_FORMATS, Format, format_named
 from autoprec.graphs import Op, OpGraph, Role
+from autoprec.policy_schema import BUDGET, FORMAT_OR_NONE, given, some_of
 
 __all__ = [
     "Budget",
@@ -95,36 +95,6 @@ T = TypeVar("T")
 Many = Annotated[tuple[T, ...], BeforeValidator(_tuple)]
 
 
-# What JSON schemas say beside the types (`autoprec schema`).
-
-
-def _format(*names: str) -> JsonDict:
-    """One of the names, or that of a format of one's own."""
-    return {"type": "string", "anyOf": [{"enum": list(names)}, {"pattern": f"^({NAME_PATTERN})$"}]}
-
-
-def _some_of(names: tuple[str, ...], *, among_them: str | None = None) -> JsonDict:
-    said: JsonDict = {"items": _format(*names), "uniqueItems": True}
-    return said if among_them is None else said | {"contains": {"const": among_them}}
-
-
-_FORMAT_OR_NONE: JsonDict = {"anyOf": [_format(*COMPUTE_FORMATS), {"type": "null"}]}
-
-
-def _given(key: str) -> JsonDict:
-    """There, and not null."""
-    return {"required": [key], "properties": {key: {"type": "string"}}}
-
-
-_BUDGET: JsonDict = {
-    "anyOf": [
-        {"type": "string", "pattern": BUDGET_PATTERN},
-        {"type": "integer", "minimum": 1, "maximum": LARGEST_BUDGET_BYTES},
-        {"type": "null"},
-    ]
-}
-
-
 if TYPE_CHECKING:  # mypy does not follow a metaclass that is computed
     _Base = BaseModel
 else:
@@ -151,20 +121,26 @@ class Noise(_Part):
 
 
 class Rule(_Part):
-    """What the ops that it matches may use: exactly the format `pin`, or none narrower than `floor`."""
+    """What the ops that it matches may use: exactly the format `pin`, or none narrower than `floor` and none wider than
+    `ceiling`."""
 
-    model_config = ConfigDict(json_schema_extra={"oneOf": [_given("pin"), _given("floor")]})
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [given("pin"), {"anyOf": [given("floor"), given("ceiling")]}]}
+    )
 
     match: str = Field(default="*", description="Glob on the dotted name of the module that owns an op.")
     kinds: Many[str] = Field(default=(), description="Kinds of op (linear, gelu, …); none means all.")
     roles: Many[Literal["output", "grad_input", "grad_weight"]] = Field(
         default=(), description="Roles that it speaks of; none means all. Only products have the gradient roles."
     )
-    pin: str | None = Field(default=None, json_schema_extra=_FORMAT_OR_NONE, description="Exactly this format.")
+    pin: str | None = Field(default=None, json_schema_extra=FORMAT_OR_NONE, description="Exactly this format.")
     floor: str | None = Field(
         default=None,
-        json_schema_extra=_FORMAT_OR_NONE,
+        json_schema_extra=FORMAT_OR_NONE,
         description="Nothing with fewer bits than this format.",
+    )
+    ceiling: str | None = Field(
+        default=None, json_schema_extra=FORMAT_OR_NONE, description="Nothing with more bits than this format."
     )
     optional: bool = Field(
         default=False,
@@ -172,7 +148,7 @@ class Rule(_Part):
     )
     why: str = Field(default="", description="The reason, for people.")
 
-    @validator("pin", "floor")
+    @validator("pin", "floor", "ceiling")
     @classmethod
     def _known_format(cls, name: str | None, info: ValidationInfo) -> str | None:
         if name is not None and info.field_name == "pin":
@@ -182,10 +158,13 @@ class Rule(_Part):
         return name
 
     @model_validator(mode="after")
-    def _one_of_pin_and_floor(self) -> Self:
-        if (self.pin is None) == (self.floor is None):
+    def _a_pin_or_bounds(self) -> Self:
+        bounded = self.floor is not None or self.ceiling is not None
+        if (self.pin is None) != bounded:
             has = "neither" if self.pin is None else "both"
-            raise _refused(f"a rule needs exactly one of pin and floor; it has {has}")
+            raise _refused(f"a rule needs either a pin, or a floor or a ceiling or both; it has {has}")
+        if self.floor and self.ceiling and format_named(self.floor).bits > format_named(self.ceiling).bits:
+            raise _refused(f"floor {self.floor} is above ceiling {self.ceiling}: no format is left", "ceiling")
         return self
 
     def matches(self, op: Op) -> bool:
@@ -197,8 +176,9 @@ class Rule(_Part):
         """Whether ops that it matches may compute in this format."""
         if self.pin is not None:
             return format_name == self.pin
-        assert self.floor is not None
-        return format_named(format_name).bytes >= format_named(self.floor).bytes
+        size = format_named(format_name).bits
+        least, most = (None if f is None else format_named(f).bits for f in (self.floor, self.ceiling))
+        return (least is None or least <= size) and (most is None or size <= most)
 
     def __str__(self) -> str:
         parts = [("kinds", self.kinds), ("roles", self.roles)]
@@ -210,7 +190,7 @@ class StorageOptions(_Part):
 
     formats: Many[str] = Field(
         default=STORAGE_FORMATS,
-        json_schema_extra=_some_of(STORAGE_FORMATS),
+        json_schema_extra=some_of(STORAGE_FORMATS),
         description="What a tensor may be kept in instead of as it is.",
     )
 
@@ -307,7 +287,7 @@ class Policy(_Part):
     name: str = Field(min_length=1, description="What plans and tables call it.")
     description: str = Field(default="", description="What it is for, for people.")
     formats: Many[str] = Field(
-        json_schema_extra=_some_of(COMPUTE_FORMATS, among_them="fp32"),
+        json_schema_extra=some_of(COMPUTE_FORMATS, among_them="fp32"),
         description="The candidates to compute in; fp32 must be among them.",
     )
     objective: Literal["time", "bytes"] = Field(
@@ -315,7 +295,7 @@ class Policy(_Part):
     )
     budget: Annotated[str | int | None, BeforeValidator(_valid_budget)] = Field(
         default=None,
-        json_schema_extra=_BUDGET,
+        json_schema_extra=BUDGET,
         description="Limit of a step's peak: bytes, 6GiB, or 60% of the part that precision can change.",
     )
     optimizer: Literal["auto", "none", "sgd", "sgd_momentum", "rmsprop", "adam", "adamw"] = Field(

@@ -12,10 +12,19 @@ from autoprec.errors import InputError, NotCapturedError, PlanError
 from autoprec.execution.dispatch import RECOMPILE_LIMIT
 from autoprec.graphs import OpClass, OpGraph
 from autoprec.plans import Plan
+from autoprec.policies import Policy
 from autoprec.tracing.bindings import Binding
 from autoprec.tracing.templates import Template
 
-__all__ = ["check_plan_fits", "refuse_autocast", "refuse_half", "refuse_strangers", "uncaptured", "unplanned"]
+__all__ = [
+    "check_plan_fits",
+    "refuse_autocast",
+    "refuse_half",
+    "refuse_strangers",
+    "refuse_unscaled",
+    "uncaptured",
+    "unplanned",
+]
 
 
 def refuse_autocast(device_type: str) -> None:
@@ -109,3 +118,19 @@ def unplanned(binding: Binding, graph: OpGraph) -> str:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def refuse_unscaled(plan: Plan | None, policy: Policy, *, scaled: bool | None) -> None:
+    """Refuse FP16 gradients whose loss nobody scales: most of them would be 0, and nothing would say so.
+
+    `scaled`: whether a GradScaler takes the step; None where that cannot be known.
+    """
+    if plan is None or scaled is not False or policy.loss_scaling.mode != "global":
+        return
+    if any(a.format == "fp16" for a in plan.assignments):
+        raise InputError(
+            f"policy {policy.name!r} has one scale for the loss (loss_scaling.mode global) and gradients in fp16, but"
+            " no GradScaler takes this optimizer's step: gradients below 3e-8 are 0 then. In the loop: scaler ="
+            " autoprec.GradScaler(model=model); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()."
+            " Or loss_scaling: {mode: regional} in the policy, which needs no scaler"
+        )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoprec import refusals
 from autoprec.devices import Device
 from autoprec.errors import InputError, NonFiniteError, NotCapturedError
 from autoprec.events import EventLog
@@ -31,7 +32,6 @@ from autoprec.plans import Event, Plan
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
 from autoprec.provisional import Provisional
-from autoprec.refusals import check_plan_fits, refuse_autocast, refuse_half, refuse_strangers, uncaptured, unplanned
 from autoprec.scheduling import Scheduler, cuda_devices
 from autoprec.tracing.bindings import Binding, SiteRegister, bind
 from autoprec.tracing.templates import Template
@@ -78,8 +78,7 @@ class Session:
         self.plan = plan
         self._given_plan = plan is not None
         self._log = EventLog(events_path)
-        self.steps = 0
-        self.skipped_steps = 0
+        self.steps = self.skipped_steps = 0
         self.step_was_skipped = False
         self._names: dict[int, list[str]] = {}
         self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
@@ -87,7 +86,7 @@ class Session:
             self._names.setdefault(id(p), []).append(fqn)
         if not self._parameters:
             raise InputError(f"{type(model).__name__} has no parameters: there is nothing to schedule")
-        refuse_half(self._parameters)
+        refusals.refuse_half(self._parameters)
         self._sites = SiteRegister()
         self._sites_settled = False
         self._slots: dict[tuple[Template, tuple[int, ...]], Slot] = {}
@@ -98,8 +97,7 @@ class Session:
         self._scheduler = Scheduler(self.policy, device, self._device_type, self._observed)
         self._provisional = Provisional(self._scheduler, self._device_type)
         self._window_steps = 0
-        self._up_front = False
-        self._entered = False
+        self._up_front = self._entered = False
         self._parts: list[nn.Module] = []
         self._calls: deque[CallRecord] = deque(maxlen=_MOST_CALLS)
         self._ran: set[Slot] = set()
@@ -166,7 +164,7 @@ class Session:
     def run(self, template: Template, arguments: Sequence[Any]) -> Any:
         """Run a captured graph for the owner of its parameters (called by the dispatcher)."""
         key = (template, tuple(id(arguments[p]) for p in template.parameter_positions))
-        refuse_autocast(self._device_type)
+        refusals.refuse_autocast(self._device_type)
         slot = self._slots.get(key)
         if slot is None:
             slot = self._slots[key] = self._bind(template, arguments)
@@ -179,14 +177,14 @@ class Session:
 
     def run_unowned(self, template: Template, arguments: Sequence[Any]) -> Any:
         """A graph without parameters runs as the user wrote it, and is listed in `unowned`."""
-        refuse_strangers(self.model, template, arguments)
+        refusals.refuse_strangers(self.model, template, arguments)
         self.unowned.add(template)
         return template.module.forward(*arguments)
 
     def _bind(self, template: Template, arguments: Sequence[Any]) -> Slot:
-        refuse_half(self._parameters)
+        refusals.refuse_half(self._parameters)
         buffer_names = {id(b): fqn for fqn, b in self.model.named_buffers()}
-        refuse_strangers(self.model, template, arguments, known=self._names)
+        refusals.refuse_strangers(self.model, template, arguments, known=self._names)
         trains = torch.is_grad_enabled() and self.model.training
         if trains and not self._sites_settled:
             # Call sites are numbered in the order of the training graphs, also where an evaluation came first.
@@ -197,7 +195,7 @@ class Session:
         binding = bind(template, arguments, self._names, buffer_names, self._sites)
         slot = Slot(binding=binding, trains=any(self._parameters[f].requires_grad for f in binding.parameters.values()))
         slot.adopt(self.plan, self._device_type)
-        late = unplanned(binding, self.graph) if self.plan and self.graph and slot.trains else ""
+        late = refusals.unplanned(binding, self.graph) if self.plan and self.graph and slot.trains else ""
         if late:
             self._event("warning", trigger="unplanned", evidence=late)
         return slot
@@ -245,16 +243,18 @@ class Session:
         """
         self._guard.end_by_hand()
 
-    def before_first_update(self, missed: list[str]) -> None:
+    def before_first_update(self, missed: list[str], *, scaled: bool | None) -> None:
         """Every parameter with a fresh gradient must have gone through a captured graph (called by the guard)."""
+        refusals.refuse_unscaled(self.plan, self.policy, scaled=scaled)
         if self._given_plan and self.steps == 0 and self.plan is not None and self._guard.in_step:
-            waiting = check_plan_fits(self.plan, self.model, self.bindings, [slot.binding for slot in self._ran])
+            ran = [slot.binding for slot in self._ran]
+            waiting = refusals.check_plan_fits(self.plan, self.model, self.bindings, ran)
             if waiting:
                 what = f"{len(waiting)} ops of the plan did not run in the first step, the first: {waiting[0]}"
                 self._event("warning", trigger="not_run", evidence=what)
         if not missed or (self._entered and self._capture_parts(missed)):
             return
-        text = uncaptured(missed, self._parameters, type(self.model).__name__, entered=self._entered)
+        text = refusals.uncaptured(missed, self._parameters, type(self.model).__name__, entered=self._entered)
         if self.policy.uncaptured == "error":
             raise NotCapturedError(text)
         self._log.add_once(self.steps, "warning", trigger="uncaptured", evidence=text)
@@ -425,7 +425,7 @@ class Session:
         if self._observed.observer is not None:
             self._observed.observer.output(loss)
         loss.backward()  # type: ignore[no-untyped-call]
-        self.before_first_update(self._guard.missed())
+        self.before_first_update(self._guard.missed(), scaled=None)
         bad = not self._guard.watch.verdict()
         self._guard.in_step = False
         self._guard.buffers.restore()

@@ -125,7 +125,7 @@ def test_bad_files_are_bad_input(run: Run, tmp_path: Path) -> None:
     for text, words in (
         (
             "rules:\n  - {pin: bf16, floor: fp32}\n",
-            "policy.yaml:4:5: rules[0]: a rule needs exactly one of pin and floor",
+            "policy.yaml:4:5: rules[0]: a rule needs either a pin, or a floor",
         ),
         ("name: x\nformats: [fp32]\nrules:\n  - {pin: bf16}\n", "bf16 is not among the policy's formats"),
         ("name: x\nformats: [fp32]\nrulez: []\n", "Did you mean 'rules'?"),

@@ -23,6 +23,7 @@ FLOORS = {
     "devices": 1,
     "budgets": 1,
     "policies": 1,
+    "policy_schema": 1,
     "plans": 1,
     "planning": 2,
     "reporting": 2,
@@ -41,6 +42,7 @@ FLOORS = {
     "sessions": 5,
     "api": 5,
     "scaler": 5,
+    "dynamic": 5,
     "demo": 6,
     "cli": 6,
 }

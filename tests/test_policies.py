@@ -118,11 +118,13 @@ def test_defaults_and_immutability() -> None:
         ({"budget": "6 XB"}, ("budget",), "6GiB"),
         ({"budget": 1.5}, ("budget",), "6GiB"),
         ({"schedule": ()}, ("schedule",), "unknown key 'schedule'"),
-        ({"rules": ({"match": "*"},)}, ("rules", 0), "exactly one of pin and floor; it has neither"),
+        ({"rules": ({"match": "*"},)}, ("rules", 0), "either a pin, or a floor or a ceiling or both; it has neither"),
         ({"rules": ({"pin": "bf16", "floor": "fp32"},)}, ("rules", 0), "it has both"),
         ({"rules": ({"pin": "fp16"},)}, ("rules", 0, "pin"), "not among the policy's formats (fp32, bf16)"),
         ({"rules": ({"pin": "fp8_e4m3"},)}, ("rules", 0, "pin"), "not among the policy's formats (fp32, bf16)"),
         ({"rules": ({"pin": "bf16", "roles": ("weight",)},)}, ("rules", 0, "roles", 0), "grad_weight"),
+        ({"rules": ({"pin": "bf16", "ceiling": "fp32"},)}, ("rules", 0), "it has both"),
+        ({"rules": ({"floor": "fp32", "ceiling": "bf16"},)}, ("rules", 0, "ceiling"), "no format is left"),
         ({"rules": ({"floor": "bf61"},)}, ("rules", 0, "floor"), "Did you mean 'bf16'"),
         ({"rules": ({"floor": "bf16", "kinds": ("a", 1)},)}, ("rules", 0, "kinds", 1), "must be text"),
         ({"rules": ({"floor": "bf16", "optional": 1},)}, ("rules", 0, "optional"), "must be true or false, not 1"),
@@ -175,6 +177,8 @@ def test_a_rule_matches_by_glob_and_kind(rule: dict[str, object], fqn: str, kind
         ({"floor": "bf16"}, {"fp32", "bf16", "fp16"}),
         ({"floor": "fp16"}, {"fp32", "bf16", "fp16"}),
         ({"floor": "fp8_e5m2"}, {"fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2"}),
+        ({"ceiling": "bf16"}, {"bf16", "fp16", "fp8_e4m3", "fp8_e5m2"}),
+        ({"floor": "fp16", "ceiling": "bf16"}, {"bf16", "fp16"}),
     ],
 )
 def test_pin_is_equality_and_floor_is_width(rule: dict[str, str], allowed: set[str]) -> None:

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autoprec.execution.guard import OptimizerSnapshot, PutAside, calls_closure_once, is_torchs_own
 
-__all__ = ["StepListener", "listen", "unlisten"]
+__all__ = ["StepListener", "is_scaled_step", "listen", "unlisten"]
 
 
 class StepListener(Protocol):
@@ -58,6 +58,7 @@ _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 _handles: list[RemovableHandle] = []
 _scaler_methods: dict[str, Any] = {}
 _stepped: set[int] = set()
+_scaled: set[int] = set()
 _skipped: list[Optimizer] = []
 
 
@@ -75,6 +76,11 @@ def unlisten(listener: StepListener) -> None:
         _remove()
 
 
+def is_scaled_step(optimizer: Optimizer) -> bool:
+    """Whether a GradScaler takes the step of an optimizer that is in progress."""
+    return id(optimizer) in _scaled
+
+
 def _install() -> None:
     _remove()
     _handles.append(register_optimizer_step_pre_hook(_before))
@@ -85,7 +91,11 @@ def _install() -> None:
 
     def watched_step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         _stepped.discard(id(optimizer))
-        result = step(self, optimizer, *args, **kwargs)
+        _scaled.add(id(optimizer))
+        try:
+            result = step(self, optimizer, *args, **kwargs)
+        finally:
+            _scaled.discard(id(optimizer))
         if id(optimizer) not in _stepped:
             _skipped.append(optimizer)
         return result

@@ -21,8 +21,9 @@ __all__ = ["StepGuard", "StepKeeper"]
 class StepKeeper(Protocol):
     """What a `StepGuard` reports to."""
 
-    def before_first_update(self, missed: list[str]) -> None:
-        """Gradients are complete. `missed` names parameters whose gradients came from outside the captured graphs."""
+    def before_first_update(self, missed: list[str], *, scaled: bool | None) -> None:
+        """Gradients are complete. `missed` names parameters whose gradients came from outside the captured graphs;
+        `scaled` tells whether a GradScaler takes the optimizer's step, None where there is no optimizer."""
 
     def on_bad_gradients(self, *, own: bool) -> None:
         """The step is bad; nothing was changed yet. `own` is False where another model's gradients, stepped by the
@@ -90,7 +91,7 @@ class StepGuard:
         self.optimizers.add(optimizer)
         if not self.in_step and self.bad and self.watch.bad_gradients_are_gone():
             self.bad = False  # that step is over for every optimizer
-        self._keeper.before_first_update(self.missed())
+        self._keeper.before_first_update(self.missed(), scaled=boundaries.is_scaled_step(optimizer))
         return not self.bad and self.watch.verdict() and not self._bad_buffers()
 
     def _bad_buffers(self) -> bool:
@@ -133,7 +134,7 @@ class StepGuard:
     def end_by_hand(self) -> None:
         """A boundary of a loop without a torch optimizer: the same questions are asked, nothing can be vetoed."""
         if self.in_step or self.watch.fresh:
-            self._keeper.before_first_update(self.missed())
+            self._keeper.before_first_update(self.missed(), scaled=None)
             if not self.bad and (not self.watch.verdict() or self._bad_buffers()):
                 self._veto_alone()
             self.end()

@@ -19,12 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.sparse import csr_array
 
 from autoprec.formats import is_scaled, result_format
 from autoprec.graphs import Role
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
-from autoprec.planning.linear import Linear
+from autoprec.planning.linear import Linear, Rows
 from autoprec.planning.liveness import demands
 from autoprec.planning.values import (
     Choice,
@@ -52,16 +51,12 @@ _Held = tuple[Linear, int]
 _DemandKey = tuple[tuple[tuple[str, int], ...], tuple[int | None, ...], tuple[int | None, ...], int]
 
 
-class Program:
-    """The program as growing lists; `arrays` gives what a solver reads."""
+class Program(Rows):
+    """The program of a problem."""
 
     def __init__(self, problem: Problem) -> None:
+        super().__init__()
         self.problem = problem
-        self.cost: list[float] = []
-        self.upper: list[float] = []
-        self.integer: list[int] = []
-        self.rows: list[dict[int, float]] = []
-        self.floors: list[float] = []
         self._live: dict[_DemandKey, dict[str, Linear]] = {}
         self.workspace: dict[int, list[_Held]] = {}
         self.of_gemm: dict[int, tuple[list[_Held], list[_Held]]] = {}
@@ -105,29 +100,6 @@ class Program:
 
     # Building blocks
 
-    def variable(self, cost: float, *, upper: float = 1.0, binary: bool = False) -> int:
-        """A new variable ≥ 0; its number."""
-        self.cost.append(cost)
-        self.upper.append(upper)
-        self.integer.append(int(binary))
-        return len(self.cost) - 1
-
-    def row(self, terms: dict[int, float], floor: float) -> None:
-        """Σ terms ≥ floor."""
-        self.rows.append(terms)
-        self.floors.append(floor)
-
-    def at_least(self, variable: int, expression: Linear) -> None:
-        """variable ≥ expression (nothing to say if it is a constant ≤ 0)."""
-        if expression.terms or expression.constant > 0.0:
-            negative = Linear().add(expression, -1.0).add(variable)
-            self.row(negative.terms, expression.constant)
-
-    def at_most(self, expression: Linear, limit: float) -> None:
-        """expression ≤ limit."""
-        if expression.terms or expression.constant > limit:
-            self.row({k: -v for k, v in expression.terms.items()}, expression.constant - limit)
-
     def is_in(self, unit: int | None, format_name: str) -> Linear:
         """1 if the unit has the format: variables, or a constant. `result_of(unit)` has that of its results."""
         if unit is None:
@@ -147,20 +119,6 @@ class Program:
         if unit is None or self.problem.formats_of(unit) != self.problem.units[owner(unit)].options:
             return unit
         return owner(unit)
-
-    def any_of(self, cases: list[Linear], cost: float = 0.0) -> Linear:
-        """The largest of expressions that are at most 1 (and of 0): one of them, or a new variable."""
-        distinct = list({(tuple(c.terms.items()), c.constant): c for c in cases}.values())
-        distinct = [c for c in distinct if c.constant + sum(v for v in c.terms.values() if v > 0.0) > 0.0]
-        sure = [c for c in distinct if not c.terms]
-        if not distinct or sure:
-            return self._charged(sure[0] if sure else Linear(), cost)
-        if len(distinct) == 1 and len(distinct[0].terms) == 1:
-            return self._charged(distinct[0], cost)
-        new = self.variable(cost)
-        for c in distinct:
-            self.at_least(new, c)
-        return Linear().add(new)
 
     def copies(
         self,
@@ -202,12 +160,6 @@ class Program:
             short.add(both, -1.0)
         self.at_most(short, 0.0)
         return found
-
-    def _charged(self, expression: Linear, cost: float) -> Linear:
-        for k, factor in expression.terms.items():
-            self.cost[k] += cost * factor
-        self.offset += cost * expression.constant
-        return expression
 
     # Parts
 
@@ -390,7 +342,7 @@ class Program:
                     for f, energy in gemm.stored_noise:
                         total.add(self.s[gemm.x, f], min(energy / row.limit, _CAP))
             self.at_most(total, 1.0)
-            self._charged(total, self._noise)
+            self.charged(total, self._noise)
 
     # Bytes
 
@@ -455,13 +407,6 @@ class Program:
         """The choice that a solver's answer stands for."""
         options = tuple(int(np.argmax(x[unit])) for unit in self.y)
         return Choice(options=options, stored=frozenset(key for key, k in self.s.items() if x[k] > 0.5))
-
-    def matrix(self) -> csr_array:
-        """Rows as a sparse matrix."""
-        starts = np.cumsum([0, *(len(r) for r in self.rows)])
-        columns = np.fromiter((k for r in self.rows for k in r), np.int64, int(starts[-1]))
-        values = np.fromiter((v for r in self.rows for v in r.values()), np.float64, int(starts[-1]))
-        return csr_array((values, columns, starts), shape=(len(self.rows), len(self.cost)))
 
 
 def _worst_variances(problem: Problem) -> list[float]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 
 from autoprec.devices import Device
 from autoprec.errors import DeviceError, ProfileError
@@ -200,12 +201,10 @@ class _Builder:
 
     def _check_casts(self, storages: set[str]) -> None:
         computed = {"fp32"} | {f for u in self.units for f in u.options}
-        formats = sorted(computed | {f(c) for c in computed for f in (result_format, other_operand)})
-        pairs = [(a, b) for a in formats for b in formats if a != b]
-        if storages:
-            pairs += [p for f in formats for s in storages if s != f for p in ((f, s), (s, f))]
-        for source, target in pairs:
-            self.device.cast_seconds(source, target, 0)
+        computed |= {f(c) for c in computed for f in (result_format, other_operand)}
+        for a, b in product(sorted(computed | storages), repeat=2):
+            if a != b and (a in computed or b in computed):
+                self.device.cast_seconds(a, b, 0)
 
     # Units
 

@@ -64,12 +64,13 @@ def _of_rule(policy: Policy, index: int) -> Iterator[Finding]:
     by = _shadowing(policy.rules, index)
     if by:
         names = ", ".join(f"rules[{i}] ({policy.rules[i]})" for i in by)
-        demands = {(policy.rules[i].pin, policy.rules[i].floor) for i in by}
-        other = "the same" if demands == {(rule.pin, rule.floor)} else "otherwise"
+        demands = {(policy.rules[i].pin, policy.rules[i].floor, policy.rules[i].ceiling) for i in by}
+        other = "the same" if demands == {(rule.pin, rule.floor, rule.ceiling)} else "otherwise"
         what = f"certainly shadowed: whatever it matches, {names} matches before, and says {other}"
         yield Finding(level="problem", rule=index, what=what)
-    if rule.floor is not None and all(rule.allows(f) for f in policy.formats):
-        what = f"floor {rule.floor} limits nothing: every format of the policy has as many bits"
+    if rule.pin is None and all(rule.allows(f) for f in policy.formats):
+        bounds = [f"{name} {f}" for name, f in (("floor", rule.floor), ("ceiling", rule.ceiling)) if f is not None]
+        what = f"{' and '.join(bounds)} limits nothing: every format of the policy is within"
         yield Finding(level="note", rule=index, what=what)
 
 
@@ -96,7 +97,7 @@ def _of_the_whole(policy: Policy) -> Iterator[Finding]:
             f"budget {policy.budget}: there is nothing to choose, neither a format but fp32 nor a storage, to keep it"
         )
         yield Finding(level="problem", what=what)
-    pins = {r.pin for r in policy.rules if uncovered("*", [r.match]) is None and not r.kinds and not r.optional}
+    pins = {r.pin for r in policy.rules if uncovered("*", [r.match]) is None and not (r.kinds or r.roles or r.optional)}
     for pin in sorted(p for p in pins if p is not None):
         for s in policy.storage.formats:
             if format_named(s).bytes >= format_named(pin).bytes:

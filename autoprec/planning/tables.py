@@ -9,15 +9,41 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Copies", "Group", "Held", "Noise"]
+__all__ = ["Copies", "Entries", "Group", "Held", "Noise", "Pattern", "Span"]
 
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What tables of a group have in common: the domains of their variables, and what reads which of them."""
+
+    kind: str
+    domains: tuple[tuple[int, ...], ...]
+    reads: tuple[Any, ...]
+
+
+class Entries:
+    """The entries of a pattern: for each variable, its format in each entry."""
+
+    def __init__(self, pattern: Pattern) -> None:
+        sizes = [len(d) for d in pattern.domains]
+        self.shape = tuple(sizes)
+        self.count = int(np.prod(sizes, dtype=np.int64))
+        digits = np.indices(sizes).reshape(len(sizes), -1) if sizes else np.zeros((0, 1), np.int64)
+        self.digits = digits
+        self.columns = [np.array(d, np.int64)[k] for d, k in zip(pattern.domains, digits, strict=True)]
+
+    def format(self, place: int) -> _Ints:
+        """[entries] format of an axis, or the constant −1 − place."""
+        return self.columns[place] if place >= 0 else np.full(self.count, -1 - place)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ parts: seconds of casts and bytes of copies are linear in a tensor's elements.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from autoprec.graphs import Role
 from autoprec.planning.decisions import Decisions
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
 from autoprec.planning.propagation import Propagation
-from autoprec.planning.tables import Copies, Group, Held, Noise, Span
+from autoprec.planning.tables import Copies, Entries, Group, Held, Noise, Pattern, Span
 from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit, Use, bytes_of
 
 __all__ = ["LARGEST_TABLE", "Tabulated"]
@@ -34,31 +33,6 @@ _Cast = tuple[_Ints, _Ints, _Floats, _Ints]
 LARGEST_TABLE = 3**7
 
 
-@dataclass(frozen=True)
-class _Pattern:
-    """What tables of a group have in common: the domains of their variables, and what reads which of them."""
-
-    kind: str
-    domains: tuple[tuple[int, ...], ...]
-    reads: tuple[Any, ...]
-
-
-class _Entries:
-    """The entries of a pattern: for each variable, its format in each entry."""
-
-    def __init__(self, pattern: _Pattern) -> None:
-        sizes = [len(d) for d in pattern.domains]
-        self.shape = tuple(sizes)
-        self.count = int(np.prod(sizes, dtype=np.int64))
-        digits = np.indices(sizes).reshape(len(sizes), -1) if sizes else np.zeros((0, 1), np.int64)
-        self.digits = digits
-        self.columns = [np.array(d, np.int64)[k] for d, k in zip(pattern.domains, digits, strict=True)]
-
-    def format(self, place: int) -> _Ints:
-        """[entries] format of an axis, or the constant −1 − place."""
-        return self.columns[place] if place >= 0 else np.full(self.count, -1 - place)
-
-
 class Tabulated:
     """All tables of a problem, in groups.
 
@@ -71,7 +45,7 @@ class Tabulated:
 
     def __init__(self, problem: Problem, decisions: Decisions, propagation: Propagation) -> None:
         self.problem, self.decisions = problem, decisions
-        self._found: dict[_Pattern, tuple[list[tuple[int, ...]], list[list[float]]]] = {}
+        self._found: dict[Pattern, tuple[list[tuple[int, ...]], list[list[float]]]] = {}
         self.exact = True
         time, space = 1.0 / problem.seconds_scale, 1.0 / problem.bytes_scale
         first = problem.objective == "time"
@@ -112,7 +86,7 @@ class Tabulated:
             "gemm": self._gemms, "noise": self._noises, "node": self._nodes,
         }  # fmt: skip
         for pattern, (scopes, figures) in self._found.items():
-            entries = _Entries(pattern)
+            entries = Entries(pattern)
             shape = (len(scopes), len(pattern.domains))
             group = makers[pattern.kind](
                 pattern, entries, np.array(scopes, np.int64).reshape(shape), np.array(figures, np.float64).T
@@ -140,7 +114,7 @@ class Tabulated:
                 axis[place] = len(axis)
         coded = tuple(axis[place] if place >= 0 else place for place in places)
         domains = self.decisions.domains
-        pattern = _Pattern(kind, tuple(domains[v] for v in axis), (coded, *reads))
+        pattern = Pattern(kind, tuple(domains[v] for v in axis), (coded, *reads))
         scopes, found = self._found.setdefault(pattern, ([], []))
         scopes.append(tuple(axis))
         found.append([*figures])
@@ -189,7 +163,7 @@ class Tabulated:
         figures = [column[k] for column in columns for k in options]
         self._record("unit", [place], (), [*figures, unit.moment, then, *kept])
 
-    def _units(self, pattern: _Pattern, entries: _Entries, scopes: _Ints, figures: _Floats) -> Group:
+    def _units(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
         n = entries.count
         seconds, workspace, backward, kept = (figures[k * n : (k + 1) * n].T for k in range(4))
         moment, then, first = figures[4 * n : 4 * n + 3].astype(np.int64)
@@ -198,7 +172,7 @@ class Tabulated:
         return self._group(scopes, entries, seconds, counts * kept, held=held)
 
     def _group(
-        self, scopes: _Ints, entries: _Entries, seconds: _Floats | float = 0.0, saved: _Floats | float = 0.0,
+        self, scopes: _Ints, entries: Entries, seconds: _Floats | float = 0.0, saved: _Floats | float = 0.0,
         *, held: tuple[Held, ...] = (), copies: Copies | None = None, loss: _Floats | None = None,
         noise: Noise | None = None, rounding: Noise | None = None,
     ) -> Group:  # fmt: skip
@@ -293,7 +267,7 @@ class Tabulated:
         ]  # fmt: skip
         self._record("copies", places, reads, figures)
 
-    def _copies(self, pattern: _Pattern, entries: _Entries, scopes: _Ints, figures: _Floats) -> Group:
+    def _copies(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
         places, nr, ns, ng, nu, nl, stored, shared, inherits, back, runs, narrow, tables = pattern.reads
         columns = [entries.format(place) for place in places]
         born, own = self._result[columns[0]], columns[1 : 1 + nr]
@@ -345,7 +319,7 @@ class Tabulated:
             copies=Copies(tuple(spans), sizes), loss=self._sum(rounded, loss) / tables,
         )  # fmt: skip
 
-    def _stores(self, pattern: _Pattern, entries: _Entries, scopes: _Ints, figures: _Floats) -> Group:
+    def _stores(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
         (storage, maker), masks = pattern.reads
         kept, made = entries.format(storage), entries.format(maker)
         there = kept >= 0
@@ -359,7 +333,7 @@ class Tabulated:
         held += [Held(masked, moments[k], moments[masks + k]) for k in range(masks)]
         return self._group(scopes, entries, seconds, size + masks * masked, held=tuple(held))
 
-    def _others(self, pattern: _Pattern, entries: _Entries, scopes: _Ints, figures: _Floats) -> Group:
+    def _others(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
         ((storage, unit),) = pattern.reads
         kept, read = entries.format(storage), entries.format(unit)
         casts = (kept >= 0) & (kept != read)
@@ -390,7 +364,7 @@ class Tabulated:
                          [r, *self._vector(gemm.gradient_noise, limit), *self._vector(gemm.x_noise, limit),
                           *self._vector(gemm.stored_noise, limit)])  # fmt: skip
 
-    def _gemms(self, pattern: _Pattern, entries: _Entries, scopes: _Ints, figures: _Floats) -> Group:
+    def _gemms(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
         places, stored, has_input, has_weight = pattern.reads
         own, h, g, kept = (entries.format(place) for place in places)
         made, beside = self._result[own], self._beside[g]
@@ -415,7 +389,7 @@ class Tabulated:
         # One gradient is made after the other.
         return self._group(scopes, entries, seconds, held=(Held(np.maximum(*held), moment, moment),))
 
-    def _noises(self, pattern: _Pattern, entries: _Entries, scopes: _Ints, figures: _Floats) -> Group:
+    def _noises(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
         places, stored = pattern.reads
         own, g, born, kept = (entries.format(place) for place in places)
         made, born = self._result[own], self._result[born]
@@ -446,7 +420,7 @@ class Tabulated:
             which = tuple(place in own for place in room)
             self._record("node", room, (len(rooms), which), [number, *self._vector(local)])
 
-    def _nodes(self, pattern: _Pattern, entries: _Entries, scopes: _Ints, figures: _Floats) -> Group:
+    def _nodes(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
         places, tables, own = pattern.reads
         columns = [entries.format(place) for place in places]
         columns = [self._result[c] for c in columns] + [c for c, mine in zip(columns, own, strict=True) if mine]

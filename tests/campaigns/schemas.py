@@ -75,6 +75,7 @@ POLICY = mapping(
             roles=items(one_of(ROLES)),
             pin=maybe(one_of([*COMPUTE, None])),  # type: ignore[list-item]
             floor=maybe(one_of([*FORMATS, None])),  # type: ignore[list-item]
+            ceiling=maybe(one_of([*FORMATS, None])),  # type: ignore[list-item]
             optional={"type": "boolean"},
             why=TEXT,
         )
@@ -312,6 +313,11 @@ def _twice(values: Sequence[Any], *at: str | int) -> Iterator[Path]:
     yield from ((*at, i) for i, v in enumerate(values) if v in values[:i])
 
 
+def _bits(name: str) -> int:
+    """The first number of a format's name."""
+    return int("".join(c if c.isdigit() else " " for c in name).split()[0])
+
+
 def _policy(tree: Any) -> Iterator[Path]:
     formats = _list(tree, "formats")
     yield from _twice(formats, "formats")
@@ -319,9 +325,11 @@ def _policy(tree: Any) -> Iterator[Path]:
         yield ("formats",)
     yield from _twice(_list(tree, "storage", "formats"), "storage", "formats")
     for i, rule in enumerate(_list(tree, "rules")):
-        pin, floor = _value(rule, "pin"), _value(rule, "floor")
-        if (pin is None) == (floor is None):
+        pin, floor, ceiling = (_value(rule, key) for key in ("pin", "floor", "ceiling"))
+        if (pin is None) == (floor is None and ceiling is None):
             yield ("rules", i)
+        elif floor in FORMATS and ceiling in FORMATS and _bits(floor) > _bits(ceiling):
+            yield ("rules", i, "ceiling")
         if pin is not None and pin not in formats:
             yield ("rules", i, "pin")
     given = _value(tree, "monitor")
