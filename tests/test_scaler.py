@@ -341,3 +341,41 @@ def test_a_scale_for_the_loss_is_as_good_as_one_for_each_region() -> None:
         found[mode] = [p.grad / scale for p in model.parameters()]
     for a, b, c in zip(*found.values(), strict=True):
         assert float((a - c).norm()) < 2e-3 * float(c.norm()) and float((b - c).norm()) < 2e-3 * float(c.norm())
+
+
+def six_linears() -> tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor]]:
+    """Nothing but products, and a loss whose gradient is 1e-9 for every output."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(32, 32, bias=False) for _ in range(6)]
+    for layer in layers:
+        nn.init.orthogonal_(layer.weight)  # gradients keep their size on the way
+    return nn.Sequential(*layers), lambda m, x: (m(x).float() * 1e-9).sum()
+
+
+def test_gradients_of_1e_9_through_six_layers_in_fp16() -> None:
+    """One scale for the region brings them through; autocast without a scaler makes every one of them 0.
+
+    A weight's gradient is a product of at most 12 factors (6 activations' and gradients' roundings, 6 weights'), each
+    within 2^-11 of FP32's; relative errors add up to 12·2^-11 at most, and like √12·2^-11 where they are independent.
+    """
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(3))
+    model, loss_fn = six_linears()
+    loss_fn(model, x).backward()
+    exact = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        y = model(x)
+    loss_fn(lambda _: y, x).backward()
+    assert not any(p.grad.any() for p in model.parameters())
+
+    model, loss_fn = six_linears()
+    chosen = global_policy().replaced(loss_scaling={"mode": "regional"})
+    autoprec.compile(model, policy=chosen, batches=[x, x * 1.1, x * 0.9], loss_fn=loss_fn, events=None)
+    session = autoprec.session(model)
+    assert {a.format for a in session.plan.assignments} == {"fp16"} and len(session.plan.regions) == 1
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loss_fn(model, x).backward()
+    for found, wanted in zip((p.grad for p in model.parameters()), exact, strict=True):
+        assert float((found - wanted).norm()) < 12 * 2.0**-11 * float(wanted.norm())
+    optimizer.step()
+    assert session.steps == 1 and session.skipped_steps == 0
