@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -366,3 +368,14 @@ def test_formats_of_ones_own_by_value_and_by_name() -> None:
     wrong = autoprec.Format(name="fp8_e4m3", exponent_bits=4, mantissa_bits=3)
     with pytest.raises(autoprec.PolicyError, match="not what its name says"):
         policy(formats=("fp32", wrong))
+
+
+@pytest.mark.in_repository
+def test_the_example_for_gpus_runs_on_a_cpu() -> None:
+    """In small: the same code as on a GPU, with its own assertions about casts and products."""
+    command = [sys.executable, "examples/fp8_on_a_gpu.py", "--small", "--steps", "12"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = {line[:32].strip(): line.split() for line in done.stdout.splitlines()}
+    for name in ("autocast bf16 + torch.compile", "autoprec bf16", "autoprec fp8-hopper"):
+        assert 4.0 < float(rows[name][len(name.split()) + 3]) < 7.0
