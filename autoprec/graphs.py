@@ -18,9 +18,13 @@ from typing import TypeVar
 from autoprec.checks import check_amount, check_unique
 from autoprec.errors import InputError
 
-__all__ = ["Op", "OpClass", "OpGraph", "Role", "TensorKind", "TensorSpec", "shared_path"]
+__all__ = ["KERNEL_PRODUCTS", "Op", "OpClass", "OpGraph", "Role", "TensorKind", "TensorSpec", "shared_path"]
 
 T = TypeVar("T")
+
+
+#: Products inside kernels of torch: they run as written, in one format for all that they read and make.
+KERNEL_PRODUCTS = ("scaled_dot_product_attention", "einsum", "baddbmm", "addbmm")
 
 
 class Role(StrEnum):
@@ -136,6 +140,11 @@ class Op:
         check_amount(self.flops, "flops", InputError, "flops")
         check_amount(self.private_saved_bytes, "private_saved_bytes", InputError, "private_saved_bytes")
         check_amount(self.calls, "calls", InputError, "calls", least=1)
+
+    @property
+    def is_plain_product(self) -> bool:
+        """Whether it is a product that we multiply ourselves, operand by operand."""
+        return self.op_class is OpClass.GEMM and self.kind not in KERNEL_PRODUCTS
 
     @property
     def roles(self) -> tuple[Role, ...]:

@@ -230,3 +230,85 @@ def test_experts_are_calibrated_and_planned() -> None:
     assert session.profile.tensor_by_id[op.id].input_weight_grad is not None
     assert session.plan.format_of[op.id, Role.OUTPUT] == "bf16"
     assert float(model(batches[0]).detach()) == pytest.approx(plain, rel=0.02)
+
+
+PRODUCTS: dict[str, Callable[..., Tensor]] = {
+    "einsum": lambda a, b, c: torch.einsum("bik,bjk->bij", a, b) + c,
+    "einsum with an ellipsis": lambda a, b, c: torch.einsum("...ik,...jk->...ij", a, b) + c,
+    "baddbmm": lambda a, b, c: torch.baddbmm(c, a, b.mT, beta=0.5, alpha=2.0),
+    "baddbmm by method": lambda a, b, c: c.baddbmm(a, b.mT),
+    "addbmm": lambda a, b, c: torch.addbmm(c[0], a, b.mT),
+}
+
+
+class Scores(nn.Module):
+    """A product of two activations, and a third that is added to it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.name = name
+        self.query, self.key, self.bias = nn.Linear(8, 6), nn.Linear(8, 6), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = self.query(x), self.key(x), self.bias(x)
+        if self.narrow:
+            a, b, c = a.bfloat16(), b.bfloat16(), c.bfloat16()
+        return PRODUCTS[self.name](a, b, c).float().square().mean()
+
+    narrow = False
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_inside_kernels_have_one_format(name: str) -> None:
+    """Bitwise the same as casting their operands by hand."""
+    x = torch.randn(3, 5, 8)
+    by_hand = Scores(name)
+    by_hand.narrow = True
+    loss = by_hand(x)
+    loss.backward()
+    model = Scores(name)
+    kind = name.split()[0]
+    ops = [f":{kind}#0", ":add#0"] if kind == "einsum" else [f":{kind}#0"]
+    plan = Plan(assignments=tuple(Assignment(op=op, role=Role.OUTPUT, format="bf16", reason="so be it") for op in ops))
+    autoprec.compile(model, plan=plan, events=None)
+    found = model(x)
+    found.backward()
+    assert torch.equal(found, loss)
+    for p, q in zip(model.parameters(), by_hand.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+    session = autoprec.session(model)
+    (op,) = (op for op in session.bindings[0].op_of.values() if op.kind == kind)
+    assert session.executed_formats()[op.id] == "bf16"
+
+
+def test_a_transposed_convolution_has_roles() -> None:
+    """Planned, priced and bitwise the same as casting by hand."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.GELU(),
+                          nn.ConvTranspose2d(8, 4, 3, stride=2, padding=1, output_padding=1))  # fmt: skip
+    batches = [torch.randn(2, 3, 8, 8) for _ in range(3)]
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).float().square().mean()
+
+    planned = [Assignment(op="2:conv_transpose2d#0", role=r, format="bf16", reason="so be it") for r in Role]
+    by_hand = nn.Sequential(model[0], model[1])
+    h = by_hand(batches[0]).detach().requires_grad_()
+    up = model[2]
+    w, b = (p.detach().clone().requires_grad_() for p in (up.weight, up.bias))
+    y = F.conv_transpose2d(h.bfloat16(), w.bfloat16(), b.bfloat16(), stride=2, padding=1, output_padding=1)
+    y.float().square().mean().backward()
+    autoprec.compile(model, plan=Plan(assignments=tuple(planned)), events=None)
+    loss_fn(model, batches[0]).backward()
+    assert torch.equal(up.weight.grad, w.grad)
+    torch.testing.assert_close(up.bias.grad, b.grad, rtol=2**-6, atol=1e-4)  # ours is summed in FP32
+    autoprec.unwrap(model)
+    model.zero_grad()
+    autoprec.compile(model, policy="memory", batches=batches, loss_fn=loss_fn, events=None)
+    session = autoprec.session(model)
+    assert ("2:conv_transpose2d#0", Role.GRAD_WEIGHT) in session.plan.format_of
+    seen = session.profile.tensor_by_id["2:conv_transpose2d#0"]
+    assert seen.input_weight_grad is not None and seen.gradient_weight_grad is not None
+    op = session.graph.op_by_id["2:conv_transpose2d#0"]
+    assert op.flops == 2 * (2 * 8 * 4 * 4) * (4 * 3 * 3) and op.weights == ("2.weight", "2.bias")

@@ -14,9 +14,10 @@ from autoprec.errors import UnsupportedError
 from autoprec.formats import FORMATS
 from autoprec.numerics.casts import enter_region, leave_region, saturating_cast
 from autoprec.numerics.dtypes import dtype_of
-from autoprec.numerics.gemm import ConvOptions, GemmSpec, conv, linear, matmul, relu_keeping_bits
+from autoprec.numerics.gemm import GemmSpec, conv, linear, matmul, relu_keeping_bits
 from autoprec.numerics.histograms import sample
 from autoprec.numerics.packing import Packed, decode, encode, pack_bits, unpack_bits
+from autoprec.numerics.specs import conv_options
 
 FP32_SPEC = GemmSpec(output="fp32", grad_input="fp32", grad_weight="fp32", native=("fp32",))
 
@@ -130,6 +131,12 @@ CONVOLUTIONS = [
     ("conv1d", (2, 4, 11), (6, 2, 3), {"stride": (2,), "padding": (1,), "dilation": (1,), "groups": 2}),
     ("conv2d", (2, 4, 9, 8), (6, 4, 3, 2), {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 2), "groups": 1}),
     ("conv2d", (2, 4, 7, 7), (4, 1, 3, 3), {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 4}),
+    ("conv_transpose1d", (2, 4, 7), (4, 3, 3), {"stride": (2,), "padding": (1,), "dilation": (1,), "groups": 2,
+                                                "output_padding": (1,)}),
+    ("conv_transpose2d", (2, 4, 5, 6), (4, 6, 3, 2), {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 2),
+                                                      "groups": 1}),
+    ("conv_transpose3d", (1, 2, 3, 3, 4), (2, 3, 3, 3, 3), {"stride": (2,) * 3, "padding": (1,) * 3,
+                                                            "dilation": (1,) * 3, "groups": 1}),
     ("conv3d", (1, 2, 5, 5, 5), (3, 2, 3, 3, 3), {"stride": (1,) * 3, "padding": (1,) * 3, "dilation": (1,) * 3,
                                                   "groups": 1}),
 ]  # fmt: skip
@@ -138,9 +145,10 @@ CONVOLUTIONS = [
 @pytest.mark.parametrize(("kind", "x_shape", "w_shape", "options"), CONVOLUTIONS)
 def test_convolutions_are_torchs_in_fp32(kind: str, x_shape: Any, w_shape: Any, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    x, w, b = torch.randn(x_shape), torch.randn(w_shape), torch.randn(w_shape[0])
+    outputs = w_shape[1] * options["groups"] if "transpose" in kind else w_shape[0]
+    x, w, b = torch.randn(x_shape), torch.randn(w_shape), torch.randn(outputs)
     plain = gradients(lambda *t: getattr(F, kind)(*t, **options), x, w, b)
-    ours = gradients(lambda *t: conv(*t, None, FP32_SPEC, ConvOptions(**options)), x, w, b)
+    ours = gradients(lambda *t: conv(*t, None, FP32_SPEC, conv_options(kind, options)), x, w, b)
     for a, c in zip(plain, ours, strict=True):
         torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-4)
 

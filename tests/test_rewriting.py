@@ -275,6 +275,37 @@ def test_masked_fill_with_finfo_min() -> None:
     assert close(plain, found)
 
 
+@pytest.mark.parametrize("fmt", ["bf16", "fp16"])
+def test_softmax_of_masked_scores(fmt: str) -> None:
+    """FP32 inside, narrow in and out; scores of finfo.min saturate, so that a row that is all masked stays uniform."""
+    masked = torch.ones(6, 8).triu(2).bool()
+    masked[0] = True
+
+    def body(lin: nn.Linear, x: Tensor) -> Tensor:
+        return torch.softmax(lin(x).masked_fill(masked, torch.finfo(torch.float32).min), -1)
+
+    plain, found, model = hazard(body, {":softmax#0": fmt}, torch.randn(6, 8), saturating=(":masked_fill#0",))
+    assert close(plain, found) and torch.allclose(found[0][0], torch.full((8,), 0.125))
+    with torch.no_grad():
+        x = torch.randn(6, 8)
+        dtype = torch.bfloat16 if fmt == "bf16" else torch.float16
+        scores = model.lin(x).masked_fill(masked, torch.finfo(dtype).min).to(dtype)
+        assert torch.equal(model(x), torch.softmax(scores, -1).float())
+
+
+def test_the_planner_lets_softmax_of_masked_scores_be_narrow() -> None:
+    def body(lin: nn.Linear, x: Tensor) -> Tensor:
+        mask = torch.ones(6, 8).triu(2).bool()
+        return torch.softmax(lin(x).masked_fill(mask, torch.finfo(torch.float32).min), -1) @ x.t()
+
+    model = Lambda(body)
+    batches = [torch.randn(6, 8) for _ in range(3)]
+    autoprec.compile(model, policy="bf16", batches=batches, loss_fn=lambda m, x: m(x).square().mean(), events=None)
+    plan = autoprec.session(model).plan
+    assert plan.format_of[":softmax#0", Role.OUTPUT] == "bf16"
+    assert bool(model(batches[0]).isfinite().all())
+
+
 def test_the_users_own_float_is_a_promise() -> None:
     seen: list[torch.dtype] = []
 

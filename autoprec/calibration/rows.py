@@ -31,6 +31,8 @@ class RowWeights(Protocol):
 
 def row_weights(kind: str, arguments: dict[str, Any], x: Tensor, y_shape: torch.Size) -> RowWeights:
     """For a product with a weight called with `arguments` (named as in torch.nn.functional) on input `x`."""
+    if kind.startswith("conv_transpose"):
+        return _TransposedConvRows(kind, arguments, x, y_shape)
     if kind.startswith("conv"):
         return _ConvRows(kind, arguments, x, y_shape)
     return _LinearRows(x, y_shape)
@@ -61,7 +63,6 @@ class _LinearRows:
 
 class _ConvRows:
     def __init__(self, kind: str, arguments: dict[str, Any], x: Tensor, y_shape: torch.Size) -> None:
-        self._dims = int(kind[4])
         self._groups = int(arguments.get("groups", 1))
         self._options = {k: arguments[k] for k in ("stride", "padding", "dilation") if k in arguments}
         kernel = arguments["weight"].shape[2:]
@@ -90,3 +91,22 @@ class _ConvRows:
 
     def for_gradient(self, taken: Sample) -> Tensor:
         return self._picked(self._x_rows, taken, self._y_shape)
+
+
+class _TransposedConvRows(_ConvRows):
+    """A transposed convolution is a convolution from its output to its input: the two change places."""
+
+    def __init__(self, kind: str, arguments: dict[str, Any], x: Tensor, y_shape: torch.Size) -> None:
+        self._groups = int(arguments.get("groups", 1))
+        self._options = {k: arguments[k] for k in ("stride", "padding", "dilation") if k in arguments}
+        kernel = arguments["weight"].shape[2:]
+        self._ones = torch.ones(self._groups, 1, *kernel, dtype=torch.float64, device=x.device)
+        self._x_shape, self._y_shape = x.shape, y_shape
+        self._convolve = getattr(torch.nn.functional, f"conv{kind[-2:]}")
+        spread = getattr(torch.nn.functional, kind)
+        padding = {"output_padding": arguments["output_padding"]} if "output_padding" in arguments else {}
+        self._x_rows = spread(self._per_group(x), self._ones, None, groups=self._groups, **self._options, **padding)
+
+    def for_input(self, g: Tensor, taken: Sample) -> Tensor:
+        weights = self._convolve(self._per_group(g), self._ones, None, groups=self._groups, **self._options)
+        return self._picked(weights, taken, self._x_shape)

@@ -266,7 +266,13 @@ def flops_of(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     if kind in ("linear", "matmul", "bmm", "mm", "addmm", *GROUPED) and isinstance(result, Tensor):
         return 2 * result.numel() * tensors[kind == "addmm"].shape[-1]
     if kind.startswith("conv") and isinstance(result, Tensor):
-        return 2 * result.numel() * math.prod(tensors[1].shape[1:])
+        places = tensors[0] if "transpose" in kind else result
+        return 2 * places.numel() * math.prod(tensors[1].shape[1:])
+    if kind in ("baddbmm", "addbmm") and isinstance(result, Tensor):
+        batch = tensors[1].shape[0] if kind == "addbmm" else 1
+        return 2 * batch * result.numel() * tensors[1].shape[-1]
+    if kind == "einsum" and isinstance(result, Tensor) and isinstance(args[0], str):
+        return _flops_of_einsum(args[0], tensors, result)
     if kind == "scaled_dot_product_attention":
         q, k, v = tensors[:3]
         return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
@@ -279,3 +285,16 @@ def flops_of(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         projections = 2 * length * batch * width * (in_proj.shape[0] + width)
         return projections + 4 * batch * length * key.shape[0] * width
     return 0
+
+
+def _flops_of_einsum(equation: str, operands: list[Tensor], result: Tensor) -> int:
+    """Two for each element of the result and each combination of the indices that are summed over; of two operands."""
+    left, _, right = equation.replace(" ", "").partition("->")
+    size = {}
+    for names, operand in zip(left.split(","), operands, strict=False):
+        first, _, last = names.partition("...")
+        size |= dict(zip(first, operand.shape, strict=False))
+        size |= dict(zip(reversed(last), reversed(operand.shape), strict=False))
+    letters = [c for c in left if c.isalpha()]
+    kept = right if "->" in equation else [c for c in letters if letters.count(c) == 1]
+    return 2 * result.numel() * math.prod(n for c, n in size.items() if c not in kept)

@@ -21,7 +21,7 @@ from autoprec.calibration.structure import TensorMeta, TimingCase, tensors_of
 from autoprec.devices import CastTiming, Device, NoKernel, OpTiming
 from autoprec.execution.measuring import workspace_bytes
 from autoprec.formats import is_scaled, result_format
-from autoprec.graphs import OpClass, Role
+from autoprec.graphs import KERNEL_PRODUCTS, OpClass, Role
 from autoprec.numerics.dtypes import dtype_of, native_formats
 from autoprec.numerics.gemm import conv, grouped_linear, linear, matmul
 from autoprec.numerics.lean import lean
@@ -154,7 +154,7 @@ def _candidates(case: TimingCase, formats: Iterable[str]) -> tuple[str, ...]:
         return ("fp32",)  # nothing to decide, but its seconds and its workspace count
     if case.op.op_class not in (OpClass.GEMM, OpClass.POINTWISE, OpClass.NORM, OpClass.RECURRENT):
         return ()
-    product = case.op.op_class is OpClass.GEMM and case.op.kind != "scaled_dot_product_attention"
+    product = case.op.op_class is OpClass.GEMM and case.op.kind not in KERNEL_PRODUCTS
     taken = (f for f in formats if product or not is_scaled(f))
     return ("fp32",) if case.op.pinned else tuple(dict.fromkeys(("fp32", *taken)))
 
@@ -321,7 +321,7 @@ def _callable(case: TimingCase, fmt: str, device_type: str) -> tuple[Callable[[]
         if op.kind in GROUPED:
             own[id(named["offs"])] = _even(named["offs"], x.shape[0])
         args, kwargs = fx.node.map_aggregate((args, kwargs), lambda v: own.get(id(v), v))
-    if op.op_class is OpClass.GEMM and op.kind != "scaled_dot_product_attention" and fmt != "fp32":
+    if op.op_class is OpClass.GEMM and op.kind not in KERNEL_PRODUCTS and fmt != "fp32":
         spec = gemm_spec({Role.OUTPUT: fmt}, device_type)
         return lambda: matmul(leaves[0], leaves[-1], spec), leaves, given
     if op.op_class is OpClass.NORM and fmt == "fp16":

@@ -34,12 +34,20 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class ConvOptions:
-    """Options of a convolution, each a tuple with one entry per spatial dimension."""
+    """Options of a convolution, each a tuple with one entry per spatial dimension. A transposed one has its weight as
+    (in, out / groups, …)."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+    transposed: bool = False
+    output_padding: tuple[int, ...] = ()
+
+    @property
+    def last(self) -> tuple[bool, tuple[int, ...], int]:
+        """What torch's convolutions take behind the dilation: transposed, output padding, groups."""
+        return self.transposed, self.output_padding or (0,) * len(self.stride), self.groups
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -228,18 +236,8 @@ class _Conv(torch.autograd.Function):
         _save(ctx, read, weight, kept)
         w = spec.operand(weight, other_operand(spec.output))
         b = None if bias is None else bias.to(spec.result).to(w.dtype)
-        o = options
-        return torch.convolution(
-            spec.operand(read, spec.output),
-            w,
-            b,
-            o.stride,
-            o.padding,
-            o.dilation,
-            False,
-            (0,) * len(o.stride),
-            o.groups,
-        ).to(spec.result)
+        x_read, o = spec.operand(read, spec.output), options
+        return torch.convolution(x_read, w, b, o.stride, o.padding, o.dilation, *o.last).to(spec.result)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -266,9 +264,9 @@ class _Conv(torch.autograd.Function):
 
 def _conv_backward(o: ConvOptions, grad: Tensor, x: Tensor, weight: Tensor, which: int) -> Tensor:
     mask = [which == 0, which == 1, False]
-    result = torch.ops.aten.convolution_backward(
-        grad, x, weight, None, o.stride, o.padding, o.dilation, False, (0,) * len(o.stride), o.groups, mask
-    )[which]
+    result = torch.ops.aten.convolution_backward(grad, x, weight, None, o.stride, o.padding, o.dilation, *o.last, mask)[
+        which
+    ]
     assert isinstance(result, Tensor)
     return result
 
@@ -374,7 +372,7 @@ def conv(
     *,
     operand: Packed | None = None,
 ) -> Tensor:
-    """Convolution (1-D to 3-D) of a batched input, as torch.convolution defines it."""
+    """Convolution (1-D to 3-D, or transposed) of a batched input, as torch.convolution defines it."""
     return _apply(_Conv.apply, x, weight, bias, operand, kept, spec, options)
 
 

@@ -39,8 +39,8 @@ def gemm_spec(
 
 
 def conv_options(kind: str, args: dict[str, Any]) -> ConvOptions:
-    """Options of F.conv1d … F.conv3d, one entry per spatial dimension."""
-    dims = int(kind[4])
+    """Options of F.conv1d … F.conv3d and F.conv_transpose1d … 3d, one entry per spatial dimension."""
+    dims = int(kind[-2])
 
     def per_dimension(name: str, default: int) -> tuple[int, ...]:
         value = args.get(name, default)
@@ -51,6 +51,8 @@ def conv_options(kind: str, args: dict[str, Any]) -> ConvOptions:
         padding=per_dimension("padding", 0),
         dilation=per_dimension("dilation", 1),
         groups=args.get("groups", 1),
+        transposed="transpose" in kind,
+        output_padding=per_dimension("output_padding", 0),
     )
 
 

@@ -133,7 +133,7 @@ _FP8_KINDS = ("linear", "addmm", "matmul", "mm")
 
 def _not_computed(op: Op, format_name: str, device: Device, *, pinned: bool) -> str:
     """Why an op cannot have a format with a scale, or had better not, or ""."""
-    if op.op_class is not OpClass.GEMM or op.kind == "scaled_dot_product_attention":
+    if not op.is_plain_product:
         return "products alone are computed in it"
     native = format_name in device.native and op.kind in _FP8_KINDS and bool(op.weights)
     if native or pinned:
@@ -181,6 +181,8 @@ def _takes_masks(op: Op, tensor: str, fmt: Format, graph: OpGraph, prices: Price
         return op.kind in ("add", "sub") and _stays_finite(op, fmt, prices)
     if op.kind == "scaled_dot_product_attention" and tensor in op.inputs[3:]:
         return True
+    if op.kind == "softmax":
+        return True  # the probability is 0 at the largest magnitude of any format, and equal where a row is all masked
     if op.op_class is OpClass.GEMM and op.weights:
         return False
     if op.kind in ("add", "sub"):

@@ -258,7 +258,7 @@ class _Builder:
         measured = self.device.workspace_by_key.get((op.timing_key, role, format_name))
         if measured is not None:
             return measured
-        if op.op_class is not OpClass.GEMM or op.kind == "scaled_dot_product_attention" or format_name == "fp32":
+        if not op.is_plain_product or format_name == "fp32":
             return 0, 0
         size = weights * bytes_of(format_name)
         if is_scaled(format_name):

@@ -65,8 +65,7 @@ def _formats(op: Op) -> tuple[str, ...]:
         return ()
     if op.pinned:
         return ("fp32",)
-    product = op.op_class is OpClass.GEMM and op.kind != "scaled_dot_product_attention"
-    return tuple(f for f in COMPUTE_FORMATS if product or not is_scaled(f))
+    return tuple(f for f in COMPUTE_FORMATS if op.is_plain_product or not is_scaled(f))
 
 
 class _Model:
@@ -125,7 +124,7 @@ class _Model:
 
     def roles(self, op: Op, name: str) -> Iterator[tuple[Role, float]]:
         """(role, seconds of one call) in a format."""
-        if op.op_class is not OpClass.GEMM or op.kind == "scaled_dot_product_attention":
+        if not op.is_plain_product:
             yield Role.OUTPUT, self._forward_and_backward(op, name)
         elif not op.weights:
             yield Role.OUTPUT, self._product_of_activations(op, name)

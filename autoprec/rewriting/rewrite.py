@@ -25,7 +25,7 @@ from torch import fx
 
 from autoprec.errors import PlanError
 from autoprec.formats import is_scaled, result_format
-from autoprec.graphs import OpClass, Role, shared_path
+from autoprec.graphs import KERNEL_PRODUCTS, OpClass, Role, shared_path
 from autoprec.numerics.casts import cast, enter_region, leave_region, saturating_cast
 from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.gemm import conv, grouped_linear, linear, matmul, relu_keeping_bits
@@ -280,7 +280,7 @@ class _Rewriter:
             raise PlanError(f"the plan gives {op.id} a format, but {op.kind} is {op.op_class.value}: it takes none")
         formats = {role: f for role in Role if (f := self.plan.format_of.get((op.id, role))) is not None}
         fmt = formats[Role.OUTPUT]
-        product = op.op_class is OpClass.GEMM and op.kind != "scaled_dot_product_attention"
+        product = op.op_class is OpClass.GEMM and op.kind not in KERNEL_PRODUCTS
         if not product and any(map(is_scaled, formats.values())):
             raise PlanError(f"the plan gives {op.id} {fmt}, in which products alone are computed; {op.kind} is none")
         region = self.region.get(op.id) if fmt == "fp16" else None

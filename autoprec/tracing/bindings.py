@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoprec.graphs import OpClass
+from autoprec.graphs import KERNEL_PRODUCTS, OpClass
 from autoprec.tracing.checkpoints import Checkpoint
 from autoprec.tracing.gemms import GemmCall, gemm_call
 from autoprec.tracing.kinds import (
@@ -337,7 +337,8 @@ class _Walk:
             result = node.meta.get("example_value")
             several = kind == FUNCTION or op_class is OpClass.RECURRENT
             results = result if isinstance(result, (tuple, list)) and several else (result,)
-            if not all(map(returns_float32, results)) or "out" in node.kwargs or "dtype" in node.kwargs:
+            told = any(isinstance(a, torch.dtype) for a in (*node.args, *node.kwargs.values()))
+            if not all(map(returns_float32, results)) or "out" in node.kwargs or told:
                 return OpClass.WIDE
             dtypes = {n.meta["example_value"].dtype for n in arguments}
             # Of integers alone (`positions / 8`) torch makes its default dtype, whatever we would like.
@@ -409,8 +410,8 @@ def _is_projected(node: fx.Node) -> bool:
 
 
 def _is_product(node: fx.Node, kind: str) -> bool:
-    """Attention, or a product of two float32 tensors of at least two dimensions each."""
-    if kind == "scaled_dot_product_attention":
+    """A product inside a kernel of torch's, or one of two float32 tensors of at least two dimensions each."""
+    if kind in KERNEL_PRODUCTS:
         return True
     operands = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, fx.Node)]
     if kind not in ("matmul", "mm", "bmm") or len(operands) != 2:

@@ -18,7 +18,10 @@ __all__ = ["GemmCall", "gemm_arguments", "gemm_call"]
 
 _SIGNATURE: dict[str, tuple[str, ...]] = {
     "linear": ("input", "weight", "bias"),
-    **dict.fromkeys(CONVS, ("input", "weight", "bias", "stride", "padding", "dilation", "groups")),
+    **dict.fromkeys(CONVS[:3], ("input", "weight", "bias", "stride", "padding", "dilation", "groups")),
+    **dict.fromkeys(
+        CONVS[3:], ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+    ),
     **dict.fromkeys(("matmul", "mm"), ("input", "weight")),
     "addmm": ("bias", "input", "weight"),
     **dict.fromkeys(GROUPED, ("input", "weight", "offs")),
@@ -83,7 +86,7 @@ def gemm_call(kind: str, node: fx.Node, parameters: Collection[fx.Node]) -> Gemm
         return None
     dims = _dims(x)
     if kind in CONVS:
-        fits = dims == int(kind[4]) + 2 and not isinstance(found.get("padding", 0), str) and weight is parameter
+        fits = dims == int(kind[-2]) + 2 and not isinstance(found.get("padding", 0), str) and weight is parameter
         return GemmCall(x, weight, parameter, bias) if fits else None
     if kind == "linear":
         return GemmCall(x, weight, parameter, bias)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoprec.graphs import OpClass
+from autoprec.graphs import KERNEL_PRODUCTS, OpClass
 
 __all__ = [
     "CONVS",
@@ -29,12 +29,12 @@ __all__ = [
     "returns_float32",
 ]
 
-CONVS = ("conv1d", "conv2d", "conv3d")
+CONVS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 
 #: Products of rows, sorted by expert, with the expert's own weight; the last is transformers' own.
 GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 
-_GEMM = {"linear", *CONVS, *GROUPED, "matmul", "bmm", "mm", "addmm", "scaled_dot_product_attention"}
+_GEMM = {"linear", *CONVS, *GROUPED, "matmul", "bmm", "mm", "addmm", *KERNEL_PRODUCTS}
 
 #: Layers over time whose kernels compute in FP32 between their products. GRU and plain recurrence round every step.
 _RECURRENT = {"lstm"}
@@ -47,7 +47,7 @@ _POINTWISE = set(
     hardswish hardsigmoid dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout masked_fill where
     maximum minimum clamp clamp_min clamp_max lerp threshold pow square
     max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
-    adaptive_avg_pool3d cat concat concatenate stack
+    adaptive_avg_pool3d cat concat concatenate stack softmax
     """.split()
 )
 
@@ -61,13 +61,13 @@ _VIEW = set(
 
 _WIDE = set(
     """
-    softmax log_softmax cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div gaussian_nll_loss
+    log_softmax cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div gaussian_nll_loss
     binary_cross_entropy binary_cross_entropy_with_logits cosine_similarity cosine_embedding_loss triplet_margin_loss
     ctc_loss exp exp2 expm1 log log1p log2 log10 sqrt rsqrt reciprocal sum mean var std var_mean std_mean
     prod cumsum cumprod norm vector_norm linalg_vector_norm normalize logsumexp erf erfc softplus logsigmoid
     embedding embedding_bag gru rnn_tanh rnn_relu lstm_cell gru_cell sin cos tan atan2 sign floor ceil round
-    topk sort argsort argmax argmin amax amin max min einsum addbmm baddbmm addmv mv dot outer
-    conv_transpose1d conv_transpose2d conv_transpose3d tril triu scatter scatter_add index_add index_put masked_select
+    topk sort argsort argmax argmin amax amin max min addmv mv dot outer
+    tril triu scatter scatter_add index_add index_put masked_select
     masked_scatter one_hot zeros ones full empty arange linspace eye zeros_like ones_like full_like empty_like rand
     randn rand_like randn_like bernoulli multinomial tensor as_tensor new_zeros new_ones new_full new_empty eq ne lt le
     gt ge isnan isinf isfinite logical_and logical_or logical_not to float double half bfloat16 type type_as copy
