@@ -48,7 +48,6 @@ ITEM_BYTES = {
     "complex128": 16,
 }  # fmt: skip
 
-
 #: FP32 values of state per gradient value, by the policy's name for the optimizer.
 _STATE_PER_GRADIENT = {"sgd_momentum": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
 
@@ -213,7 +212,7 @@ class _Builder:
         if found is None:
             raise DeviceError(
                 f"device {self.device.name!r} has no timing of {op.kind} ({op.timing_key!r}), role {role}, in"
-                f" {format_name} (op {op.id}); calibrate there"
+                f" {format_name} (op {op.id}); calibrate there under this policy"
             )
         return found * op.calls
 

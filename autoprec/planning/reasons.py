@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoprec.planning.neighbours import Neighbours
@@ -65,6 +66,14 @@ class _Neighbour:
         return "as it is" if self.format == AS_IS else self.format
 
 
+def _told(dropped: Sequence[tuple[str, str]]) -> str:
+    """Why an op cannot have some formats, those with the same reason together."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in dropped:
+        by_reason.setdefault(why, []).append(name)
+    return "; ".join(f"not {', '.join(names)}: {why}" for why, names in by_reason.items())
+
+
 class Reasons:
     """Reasons for the decisions of a solution, and the constraint that holds it back."""
 
@@ -83,7 +92,7 @@ class Reasons:
         dropped = tuple(Dropped(format=f, why=why) for f, why in unit.dropped)
         if not unit.needed:
             return Reason(text="nobody asks for this gradient", dropped=dropped)
-        told = "; ".join(f"not {f}: {why}" for f, why in unit.dropped)
+        told = _told(unit.dropped)
         if len(unit.options) == 1:
             if unit.rule and not [why for _, why in unit.dropped if not why.startswith("rule ")]:
                 return Reason(text=f"rule ({unit.rule})", dropped=dropped)
