@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from autoprec.calibration.rows import row_weights
 from autoprec.errors import UnsupportedError
 from autoprec.formats import FORMATS
+from autoprec.numerics import dtypes
 from autoprec.numerics.casts import enter_region, leave_region, saturating_cast
 from autoprec.numerics.dtypes import dtype_of
-from autoprec.numerics.gemm import GemmSpec, conv, linear, matmul, relu_keeping_bits
+from autoprec.numerics.gemm import GemmSpec, conv, grouped_linear, linear, matmul, relu_keeping_bits
 from autoprec.numerics.histograms import sample
 from autoprec.numerics.packing import Packed, decode, encode, pack_bits, unpack_bits
 from autoprec.numerics.specs import conv_options
@@ -207,3 +208,30 @@ def test_gradients_may_be_vectorised() -> None:
     for i, direction in enumerate(directions):
         (one,) = torch.autograd.grad(y, w, direction, retain_graph=True)
         torch.testing.assert_close(together[i], one)
+
+
+@pytest.mark.parametrize("what", ["linear", "matmul", "experts", *(c[0] for c in CONVOLUTIONS)])
+def test_gradients_are_derivatives(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The FP32 path in float64, against finite differences: first derivatives, and second ones where there are any."""
+    monkeypatch.setitem(dtypes._DTYPES, "fp32", torch.float64)
+    torch.manual_seed(0)
+
+    def leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+        return [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+
+    if what == "linear":
+        inputs, f = leaves((2, 3, 5), (4, 5), (4,)), lambda x, w, b: linear(x, w, b, None, FP32_SPEC)
+    elif what == "matmul":
+        inputs, f = leaves((2, 1, 3, 4), (3, 4, 2)), lambda a, b: matmul(a, b, FP32_SPEC)
+    elif what == "experts":
+        offs = torch.tensor([2, 2, 5], dtype=torch.int32)
+        inputs, f = leaves((6, 3), (3, 3, 4)), lambda x, w: grouped_linear(x, w, offs, None, FP32_SPEC)
+    else:
+        x_shape, w_shape, options = next(c[1:] for c in CONVOLUTIONS if c[0] == what)
+        outputs = w_shape[1] * options["groups"] if "transpose" in what else w_shape[0]
+        x_shape = (1, *x_shape[1:2], *(min(n, 4) for n in x_shape[2:]))
+        inputs = leaves(x_shape, w_shape, (outputs,))
+        f = lambda x, w, b: conv(x, w, b, None, FP32_SPEC, conv_options(what, options))  # noqa: E731
+    assert torch.autograd.gradcheck(f, inputs)
+    if what != "experts":
+        assert torch.autograd.gradgradcheck(f, inputs)

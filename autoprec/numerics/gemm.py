@@ -87,7 +87,7 @@ def _refuse_copies(ctx: Any) -> None:
 
 def _unscaled(ctx: Any, grad: Tensor, like: torch.dtype) -> Tensor:
     spec: GemmSpec = ctx.spec
-    grad = grad.float()
+    grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
     return (grad.mul_(2.0**-spec.scale_log2) if spec.scale_log2 else grad).to(like)
 
 
@@ -101,11 +101,12 @@ def _channel_sums(grad: Tensor) -> Tensor:
     for that, so it is given slices of it."""
     dims = [0, *range(2, grad.dim())]
     rows = max(1, _SUMMED_AT_ONCE // max(1, grad[:1].numel())) if grad.device.type == "cpu" else grad.shape[0]
-    if grad.dtype is torch.float32 or grad.shape[0] <= rows:
-        return grad.sum(dims, dtype=torch.float32)
-    total = grad.new_zeros(grad.shape[1], dtype=torch.float32)
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    if grad.dtype is wide or grad.shape[0] <= rows:
+        return grad.sum(dims, dtype=wide)
+    total = grad.new_zeros(grad.shape[1], dtype=wide)
     for part in grad.split(rows):
-        total += part.sum(dims, dtype=torch.float32)
+        total += part.sum(dims, dtype=wide)
     return total
 
 
@@ -139,7 +140,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             columns = _columns(read, spec, other_operand(spec.grad_weight))
             g = spec.gradient(flat, spec.grad_weight)
-            product = rows_times_rows(g.t(), columns, spec.grad_weight, spec, torch.float32)
+            product = rows_times_rows(g.t(), columns, spec.grad_weight, spec, weight.dtype)
             grad_w = _unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_b = _unscaled(ctx, _channel_sums(flat), weight.dtype)
