@@ -37,6 +37,9 @@ from tests.campaigns.report import Tally, quietly
 #: They return memory as they find it.
 UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 
+#: Products inside kernels of torch run in the narrow dtype whether the device has products in it or not.
+KERNELS = ("scaled_dot_product_attention", "einsum", "baddbmm", "addbmm")
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -123,7 +126,7 @@ class ManualCast(fx.Interpreter):
                 return v
             return self.casts.setdefault((id(v), v._version), (v, v.to(self.dtype)))[1]
 
-        if op.op_class is OpClass.GEMM and op.kind != "scaled_dot_product_attention" and not self.native:
+        if op.op_class is OpClass.GEMM and op.kind not in KERNELS and not self.native:
             weights = [] if op.gemm is None else [self.env[m] for m in op.gemm.tensors[1:]]
 
             def operand(v: Any) -> Any:
