@@ -231,7 +231,7 @@ def test_of_equally_fast_ones_fp32_then_the_smallest(proposals) -> None:
     plan = adopt(proposals, times | heavy, None)
     assert winner(plan) == SOLVER
     verdicts = {c.name: c.verdict for c in plan.contestants}
-    assert verdicts["bf16"] == "as fast within 1%, and takes 2 KiB more"
+    assert verdicts["bf16"] == "as fast within 2%, and takes 2 KiB more"
 
 
 def test_what_failed_or_did_not_run_is_not_adopted(proposals) -> None:
@@ -275,7 +275,7 @@ def test_compile_adopts_what_was_fastest(loop: str) -> None:
     own = {c.name: c.measured for c in plan.contestants if c.measured is not None}
     assert "fp32" in own and own["fp32"].ratio == 1.0 and own["fp32"].gradient_ratio == 0.0
     fastest = min(m.ratio for m in own.values())
-    assert own[winner(plan)].ratio <= 1.01 * fastest
+    assert own[winner(plan)].ratio <= 1.02 * fastest
 
 
 def test_a_peak_that_was_predicted_too_low_is_found_and_mended(monkeypatch: pytest.MonkeyPatch) -> None:
