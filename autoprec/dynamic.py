@@ -35,7 +35,8 @@ class DynamicPrecisionScheduler:
     Args:
         min_precision, max_precision: 8, 16 or 32 bits. An op that can take none of the formats between them is computed
             in FP32. Below a `max_precision` of 32 the noise limits of the policy do not count.
-        monitor_window: steps that one judgement of the monitor is about; a tenth of them are 50 apart at most.
+        monitor_window: steps whose statistics are judged together. Every 50th is observed, or every tenth of a window
+            where that is more often.
         model: the model, if it is there already.
         policy: everything else; its formats outside of the two bounds are left out.
         events: as in `autoprec.compile`.

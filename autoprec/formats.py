@@ -172,7 +172,7 @@ def result_format(name: str) -> str:
     """The format in which the result of a product is born whose operands are in `name`.
 
     Sums of products need more bits than their operands: the results of products in FP8, or in a format of one's own,
-    are BF16, as in every published recipe. In the same format the operands are handed in, and gradients passed on.
+    are BF16. In the same format the operands are handed in, and gradients passed on.
     """
     return BF16.name if is_scaled(name) else name
 

@@ -163,7 +163,9 @@ def test_experts_in_fp8_are_linears_in_fp8() -> None:
 @pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
 @pytest.mark.parametrize("left", ["fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("shape", [(16, 32, 48), (33, 40, 24), (1, 16, 5), (7, 3, 1)], ids=str)
-def test_the_devices_own_product_is_the_emulated_one(shape: tuple[int, int, int], left: str, rowwise: bool) -> None:
+def test_the_devices_own_product_is_the_emulated_one(
+    shape: tuple[int, int, int], left: str, rowwise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`scaled_mm`, padded where its kernels ask for it, against upcast operands. The two add in different orders: FP32
     sums of K products differ by at most K·2⁻²³ of the sum of magnitudes, and BF16 by one rounding more."""
     m, k, n = shape
@@ -172,11 +174,19 @@ def test_the_devices_own_product_is_the_emulated_one(shape: tuple[int, int, int]
     left_wide, right_wide = by_hand(x, left, by_row=rowwise).double(), by_hand(w, "fp8_e4m3", by_row=rowwise).double()
     exact = left_wide @ right_wide.t() + bias.double()
     magnitude = left_wide.abs() @ right_wide.abs().t() + bias.abs()
+    asked, own = [], F.scaled_mm
+
+    def asking(left: Tensor, right: Tensor, *rest: Any, **more: Any) -> Tensor:
+        asked.append((left.shape[1], *right.shape))
+        return own(left, right, *rest, **more)
+
+    monkeypatch.setattr(F, "scaled_mm", asking)
     for dtype in (torch.float32, torch.bfloat16):
         found = scaled_product(a, b, dtype, bias)
         assert found.shape == (m, n) and found.dtype is dtype
         once = 2.0**-8 * exact.abs() + 2.0**-8 * bias.abs() if dtype is torch.bfloat16 or rowwise else 0.0
         assert bool(((found.double() - exact).abs() <= k * 2.0**-23 * magnitude + once).all())
+    assert len(asked) == 2 and not any(size % 16 for sizes in asked for size in sizes)  # what CUDA's kernels take
 
 
 def test_the_devices_own_product_is_used_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:

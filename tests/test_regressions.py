@@ -221,7 +221,7 @@ def test_complex_parameters() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.lin((x * self.w).abs())
 
-    steps(autoprec.compile(Phase(), policy="observe"), torch.randn(4, 8))
+    same_as_plain(Phase(), torch.randn(4, 8), "bf16", 0.02)
 
 
 def poison(model: nn.Module) -> bool:
@@ -330,6 +330,8 @@ def test_a_gru_with_many_sequence_lengths() -> None:
 def test_a_pin_does_not_overrule_the_users_own_cast() -> None:
     model = Body(lambda m, x: m.b(torch.relu(m.a(x).float())), a=nn.Linear(8, 8), b=nn.Linear(8, 1))
     same_as_plain(model, torch.randn(4, 8), "bf16", 0.02)
+    executed = autoprec.session(model).executed_formats()
+    assert (executed["a:linear#0"], executed[":relu#0"], executed["b:linear#0"]) == ("bf16", "fp32", "bf16")
 
 
 def test_bits_of_a_narrow_value_are_those_of_fp32() -> None:

@@ -31,8 +31,6 @@ class RowWeights(Protocol):
 
 def row_weights(kind: str, arguments: dict[str, Any], x: Tensor, y_shape: torch.Size) -> RowWeights:
     """For a product with a weight called with `arguments` (named as in torch.nn.functional) on input `x`."""
-    if kind.startswith("conv_transpose"):
-        return _TransposedConvRows(kind, arguments, x, y_shape)
     if kind.startswith("conv"):
         return _ConvRows(kind, arguments, x, y_shape)
     return _LinearRows(x, y_shape)
@@ -62,19 +60,29 @@ class _LinearRows:
 
 
 class _ConvRows:
+    """A transposed convolution is a convolution from its output to its input: the two change places."""
+
     def __init__(self, kind: str, arguments: dict[str, Any], x: Tensor, y_shape: torch.Size) -> None:
         self._groups = int(arguments.get("groups", 1))
         self._options = {k: arguments[k] for k in ("stride", "padding", "dilation") if k in arguments}
         kernel = arguments["weight"].shape[2:]
         self._ones = torch.ones(self._groups, 1, *kernel, dtype=torch.float64, device=x.device)
         self._x_shape, self._y_shape = x.shape, y_shape
-        convolve = getattr(torch.nn.functional, kind)
-        self._x_rows = convolve(self._per_group(x), self._ones, None, groups=self._groups, **self._options)
-        self._transposed = getattr(conv_grad, f"{kind}_input")
+        self._transposed = kind.startswith("conv_transpose")
+        self._gathered = getattr(torch.nn.functional, f"conv{kind[-2:]}")
+        self._spread = getattr(conv_grad, f"conv{kind[-2:]}_input")
+        self._x_rows = self._covering(x, y_shape, gathered=not self._transposed)
 
-    def _per_group(self, t: Tensor) -> Tensor:
-        """Σ over the channels of each group of t², shape (N, groups, …)."""
-        return _square_sums(t.reshape(t.shape[0], self._groups, -1, *t.shape[2:]), 2)
+    def _covering(self, t: Tensor, shape: torch.Size, *, gathered: bool) -> Tensor:
+        """For each place of a tensor of this shape, by group: Σ t² over the places of t that a window joins with it.
+
+        `gathered` if t is the input of the convolution, which its windows gather, else they spread t.
+        """
+        squares = _square_sums(t.reshape(t.shape[0], self._groups, -1, *t.shape[2:]), 2)
+        if gathered:
+            return self._gathered(squares, self._ones, None, groups=self._groups, **self._options)
+        size = (shape[0], self._groups, *shape[2:])
+        return self._spread(size, self._ones, squares, groups=self._groups, **self._options)
 
     def _picked(self, weights: Tensor, taken: Sample, shape: torch.Size) -> Tensor:
         """The weight of each sampled element of a tensor of this shape: that of its group, at its place."""
@@ -85,28 +93,7 @@ class _ConvRows:
         return weights.reshape(-1)[(rest // channels * self._groups + group) * places + place]
 
     def for_input(self, g: Tensor, taken: Sample) -> Tensor:
-        size = (self._x_shape[0], self._groups, *self._x_shape[2:])
-        weights = self._transposed(size, self._ones, self._per_group(g), groups=self._groups, **self._options)
-        return self._picked(weights, taken, self._x_shape)
+        return self._picked(self._covering(g, self._x_shape, gathered=self._transposed), taken, self._x_shape)
 
     def for_gradient(self, taken: Sample) -> Tensor:
         return self._picked(self._x_rows, taken, self._y_shape)
-
-
-class _TransposedConvRows(_ConvRows):
-    """A transposed convolution is a convolution from its output to its input: the two change places."""
-
-    def __init__(self, kind: str, arguments: dict[str, Any], x: Tensor, y_shape: torch.Size) -> None:
-        self._groups = int(arguments.get("groups", 1))
-        self._options = {k: arguments[k] for k in ("stride", "padding", "dilation") if k in arguments}
-        kernel = arguments["weight"].shape[2:]
-        self._ones = torch.ones(self._groups, 1, *kernel, dtype=torch.float64, device=x.device)
-        self._x_shape, self._y_shape = x.shape, y_shape
-        self._convolve = getattr(torch.nn.functional, f"conv{kind[-2:]}")
-        spread = getattr(torch.nn.functional, kind)
-        padding = {"output_padding": arguments["output_padding"]} if "output_padding" in arguments else {}
-        self._x_rows = spread(self._per_group(x), self._ones, None, groups=self._groups, **self._options, **padding)
-
-    def for_input(self, g: Tensor, taken: Sample) -> Tensor:
-        weights = self._convolve(self._per_group(g), self._ones, None, groups=self._groups, **self._options)
-        return self._picked(weights, taken, self._x_shape)
