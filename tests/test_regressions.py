@@ -374,8 +374,8 @@ def test_the_result_of_a_layer_may_be_changed_in_place(fmt: str) -> None:
     model(x).backward()
     plain = model.a.weight.grad.clone()
     model.zero_grad()
-    autoprec.compile(
-        model, plan=Plan(assignments=(Assignment(op="a:linear#0", role=Role.OUTPUT, format=fmt, reason=""),))
-    )
+    formats = {"a:linear#0": fmt, ":mul#0": "bf16"}
+    assignments = tuple(Assignment(op=op, role=Role.OUTPUT, format=f, reason="") for op, f in formats.items())
+    autoprec.compile(model, plan=Plan(assignments=assignments))
     model(x).backward()
     assert float((model.a.weight.grad - plain).norm()) < 0.1 * float(plain.norm())
