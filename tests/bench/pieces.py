@@ -50,7 +50,7 @@ def main() -> None:
         ("FP32 to E4M3", lambda: packing.encode(wide, "fp8_e4m3"), pack_in),
         ("BF16 to E4M3", lambda: packing.encode(narrow, "fp8_e4m3"), pack_in),
         ("E4M3 to FP32", lambda: packing.decode(packed, torch.float32), pack_in),
-        ("sums over channels, BF16", lambda: gemm._channel_sums(channels), sum_in),
+        ("sums over channels, BF16", lambda: gemm._channel_sums(channels, "fp32"), sum_in),
     ]
     print(f"{wide.numel()} elements; milliseconds, median (quartiles), by elements of a piece")
     print(f"{'':26}" + "".join(f"{1 << size:>20,}" for size in SIZES), flush=True)

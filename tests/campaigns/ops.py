@@ -80,7 +80,7 @@ class Straight(torch.autograd.Function):
 
 
 class BiasGradient(torch.autograd.Function):
-    """Gives `y` as it is; the gradient of the bias that went into it is summed in FP32, not in the dtype of `y`."""
+    """Gives `y` as it is; the gradient of the bias in it is summed in FP32, and rounded to BF16 if `y` is."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor, channels: int) -> Tensor:
@@ -89,7 +89,11 @@ class BiasGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
-        return g, g.movedim(ctx.channels, 0).flatten(1).sum(1, dtype=torch.float32) if g.dim() > 1 else g.float(), None
+        if g.dim() == 1:
+            return g, g.float(), None
+        rounded = g.dtype if g.dtype is torch.bfloat16 else torch.float32
+        dims = [d for d in range(g.dim()) if d != ctx.channels % g.dim()]
+        return g, g.sum(dims, dtype=rounded).float(), None
 
 
 class ManualCast(fx.Interpreter):
