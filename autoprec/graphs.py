@@ -28,7 +28,8 @@ KERNEL_PRODUCTS = ("scaled_dot_product_attention", "einsum", "baddbmm", "addbmm"
 
 
 class Role(StrEnum):
-    """The unit of decision is (op, role). Only GEMM-like ops have the two gradient roles on their own."""
+    """The unit of decision is (op, role). Products have `grad_input` on its own (of two activations: both gradients),
+    and products with a weight `grad_weight`; what other ops compute backward has the format of `output`."""
 
     OUTPUT = "output"
     GRAD_INPUT = "grad_input"
@@ -150,7 +151,9 @@ class Op:
     def roles(self) -> tuple[Role, ...]:
         """The roles that are decided for this op (none for views, wide and unknown ops)."""
         if self.op_class is OpClass.GEMM:
-            return (Role.OUTPUT, Role.GRAD_INPUT, Role.GRAD_WEIGHT) if self.weights else (Role.OUTPUT,)
+            if self.weights:
+                return (Role.OUTPUT, Role.GRAD_INPUT, Role.GRAD_WEIGHT)
+            return (Role.OUTPUT, Role.GRAD_INPUT) if self.is_plain_product else (Role.OUTPUT,)
         if self.op_class in (OpClass.POINTWISE, OpClass.NORM, OpClass.RECURRENT):
             return (Role.OUTPUT,)
         return ()

@@ -144,6 +144,24 @@ def test_a_product_of_activations_by_hand(fmt: str) -> None:
             torch.testing.assert_close(found.float(), expected, rtol=2**-6, atol=2**-6 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize(("output", "grad_input"), list(itertools.product(FORMATS, repeat=2)))
+def test_a_product_of_activations_by_role(output: str, grad_input: str) -> None:
+    """Bitwise: what was read for the output is read again for the gradients, rounded to their format."""
+    a, b = (t.detach().to(given(output)).requires_grad_() for t in leaves_of(torch.float32, (3, 4, 24), (3, 24, 6)))
+    y = matmul(a, b, spec_of((output, grad_input, output)))
+    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
+    y.backward(g)
+    with torch.no_grad():
+        left, right = (by_hand(t, output) for t in (a, b))
+        assert torch.equal(y, (left @ right).to(given(output)))
+        kept = [t.float() if is_scaled(output) else t.detach() for t in (left, right)]
+        left, right = (t if is_scaled(output) and beside(grad_input) == output else by_hand(t, beside(grad_input))
+                       for t in kept)  # fmt: skip
+        arriving = by_hand(g, grad_input)
+        assert torch.equal(a.grad, (arriving @ right.to(arriving.dtype).mT).to(a.dtype))
+        assert torch.equal(b.grad, (left.to(arriving.dtype).mT @ arriving).to(b.dtype))
+
+
 def test_experts_in_fp8_are_linears_in_fp8() -> None:
     """With one scale for all experts, as one copy of the rows has."""
     roles = ("fp8_e4m3", "fp8_e5m2", "bf16")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autoprec
 from autoprec.graphs import Role
-from autoprec.plans import Assignment, Plan, Storage
+from autoprec.plans import Assignment, Plan, Region, Storage
 
 
 class Spelled(nn.Module):
@@ -114,8 +114,42 @@ def test_a_parameter_on_the_left_is_a_product_of_two_activations() -> None:
         optimizer.step()
     session = autoprec.session(model)
     op = next(o for o in session.graph.ops if o.kind == "matmul")
-    assert op.weights == () and op.roles == (Role.OUTPUT,)
+    assert op.weights == () and op.roles == (Role.OUTPUT, Role.GRAD_INPUT)
     assert session.executed_formats()[op.id] == "bf16"
+
+
+class Squared(nn.Module):
+    """A product of two activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((8,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.gain * x).mT
+
+
+def of_squared(**formats: str) -> tuple[Tensor, Tensor]:
+    """The result and the gradient of `Squared` with the formats by role."""
+    model = Squared()
+    roles = tuple(Assignment(op=":matmul#0", role=Role(r), format=f, reason="") for r, f in formats.items())
+    regions = (Region(ops=(":matmul#0",), scale_log2=40, reason=""),) if formats["grad_input"] == "fp16" else ()
+    autoprec.compile(model, plan=Plan(assignments=roles, regions=regions), events=None)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    y = model(x)
+    y.backward(1e-9 * torch.randn(4, 4, generator=torch.Generator().manual_seed(1)))
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+def test_gradients_of_a_product_of_activations_have_a_format_of_their_own() -> None:
+    y, gradient = of_squared(output="fp32", grad_input="fp32")
+    for fmt, most in (("bf16", 2**-7), ("fp16", 2**-9)):  # gradients of 1e-9 are 0 in FP16 without their scale
+        found_y, found = of_squared(output="fp32", grad_input=fmt)
+        assert torch.equal(found_y, y)
+        assert 0.0 < float((found - gradient).norm() / gradient.norm()) < most
+    found_y, found = of_squared(output="bf16", grad_input="fp32")
+    assert 0.0 < float((found_y - y).norm() / y.norm()) < 2**-7
 
 
 @torch.library.custom_op("autoprec_tests::grouped_mm_fallback", mutates_args=())

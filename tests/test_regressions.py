@@ -369,6 +369,7 @@ def test_op_ids_do_not_depend_on_an_evaluation_before_training() -> None:
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3"])
 def test_the_result_of_a_layer_may_be_changed_in_place(fmt: str) -> None:
     """torch's own linear gives a view for inputs of three dimensions, which a custom function must not return."""
+
     def body(m: Any, x: Tensor) -> Tensor:
         h = m.a(x)
         h[..., :4] = 0

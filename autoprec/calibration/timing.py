@@ -21,7 +21,7 @@ from autoprec.calibration.structure import TensorMeta, TimingCase, tensors_of
 from autoprec.devices import CastTiming, Device, NoKernel, OpTiming
 from autoprec.execution.measuring import workspace_bytes
 from autoprec.formats import is_scaled, result_format
-from autoprec.graphs import KERNEL_PRODUCTS, OpClass, Role
+from autoprec.graphs import OpClass, Role
 from autoprec.numerics.dtypes import dtype_of, native_formats
 from autoprec.numerics.gemm import conv, grouped_linear, linear, matmul
 from autoprec.numerics.lean import lean
@@ -154,8 +154,7 @@ def _candidates(case: TimingCase, formats: Iterable[str]) -> tuple[str, ...]:
         return ("fp32",)  # nothing to decide, but its seconds and its workspace count
     if case.op.op_class not in (OpClass.GEMM, OpClass.POINTWISE, OpClass.NORM, OpClass.RECURRENT):
         return ()
-    product = case.op.op_class is OpClass.GEMM and case.op.kind not in KERNEL_PRODUCTS
-    taken = (f for f in formats if product or not is_scaled(f))
+    taken = (f for f in formats if case.op.is_plain_product or not is_scaled(f))
     return ("fp32",) if case.op.pinned else tuple(dict.fromkeys(("fp32", *taken)))
 
 
@@ -209,7 +208,7 @@ def _significant(seconds: float, fp32: float) -> float:
 class _Runs:
     """What to time for each role of an op in one format, the bytes that it keeps privately, and its workspace by role.
 
-    Ops that are not products with a parameter have one role, forward and backward together, and `backward_workspace`.
+    Ops that are not products have one role, forward and backward together, and `backward_workspace`.
     """
 
     runs: dict[Role, Callable[[], object]]
@@ -242,7 +241,10 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
     if case.op.op_class is OpClass.RECURRENT:
         y = y[0]  # the states that follow are parts of it, but for the last cells
     if not (isinstance(y, Tensor) and y.requires_grad):
-        return _Runs(runs={Role.OUTPUT: without_graph}, private_bytes=private, workspace=held)
+        alone = {Role.OUTPUT: without_graph}
+        if case.op.is_plain_product:
+            alone[Role.GRAD_INPUT] = lambda: None
+        return _Runs(runs=alone, private_bytes=private, workspace=held)
     g = torch.randn(y.shape, device=y.device).to(y.dtype)
 
     def backward(y: Tensor, wanted: Sequence[Tensor]) -> Callable[[], object]:
@@ -264,14 +266,14 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
             t.requires_grad_()
         return run
 
+    roles: dict[Role, Callable[[], object]] = {Role.OUTPUT: without_graph}
     if case.op.gemm is not None:
         x, *parameters = leaves
-        roles = {
-            Role.OUTPUT: without_graph,
-            Role.GRAD_INPUT: backward_alone([x]),
-            Role.GRAD_WEIGHT: backward_alone(parameters),
-        }
-        held |= {role: workspace_bytes(roles[role], device) for role in (Role.GRAD_INPUT, Role.GRAD_WEIGHT)}
+        roles |= {Role.GRAD_INPUT: backward_alone([x]), Role.GRAD_WEIGHT: backward_alone(parameters)}
+    elif case.op.is_plain_product:
+        roles[Role.GRAD_INPUT] = backward(y, leaves)
+    if len(roles) > 1:
+        held |= {role: workspace_bytes(run, device) for role, run in roles.items() if role is not Role.OUTPUT}
         return _Runs(runs=roles, private_bytes=private, workspace=held)
     whole = backward(y, leaves)
     runs: dict[Role, Callable[[], object]] = {Role.OUTPUT: lambda: (without_graph(), whole())}
@@ -321,7 +323,7 @@ def _callable(case: TimingCase, fmt: str, device_type: str) -> tuple[Callable[[]
         if op.kind in GROUPED:
             own[id(named["offs"])] = _even(named["offs"], x.shape[0])
         args, kwargs = fx.node.map_aggregate((args, kwargs), lambda v: own.get(id(v), v))
-    if op.op_class is OpClass.GEMM and op.kind not in KERNEL_PRODUCTS and fmt != "fp32":
+    if op.is_plain_product and fmt != "fp32":
         spec = gemm_spec({Role.OUTPUT: fmt}, device_type)
         return lambda: matmul(leaves[0], leaves[-1], spec), leaves, given
     if op.op_class is OpClass.NORM and fmt == "fp16":

@@ -299,12 +299,14 @@ class _Matmul(torch.autograd.Function):
             a, b = Packed(a, scale_a, ctx.kept_as), Packed(b, scale_b, ctx.kept_as)
         shape_a, shape_b = (t.payload.shape if isinstance(t, Packed) else t.shape for t in (a, b))
         fmt, beside = spec.grad_input, other_operand(spec.grad_input)
-        g = spec.operand(grad, fmt)
+        g = spec.operand(spec.gradient(grad, fmt), fmt)
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_a = _product_to(g, spec.operand(b, beside).mT, shape_a).to(ctx.dtypes[0])
+            product = _product_to(g, spec.operand(b, beside).mT, shape_a)
+            grad_a = spec.product(product, fmt).to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
-            grad_b = _product_to(spec.operand(a, beside).mT, g, shape_b).to(ctx.dtypes[1])
+            product = _product_to(spec.operand(a, beside).mT, g, shape_b)
+            grad_b = spec.product(product, fmt).to(ctx.dtypes[1])
         return grad_a, grad_b, None
 
 

@@ -130,11 +130,11 @@ class _Check:
             self.index((*at, "moment"), gemm.moment, self.ops, "moment")
             self.index((*at, "x"), gemm.x, len(p.tensors), "tensor")
             self.index((*at, "variance"), gemm.variance, p.variances, "variance")
-            self.amounts(at, gemm, "x_numel", "out_numel", "upstream")
+            self.amounts(at, gemm, "x_numel", "out_numel", "upstream", "operands_numel")
             for name, role in roles.items():
                 unit = getattr(gemm, name)
                 self.index((*at, name), unit, len(p.units), "unit")
-                if p.units[unit].role is not role:
+                if p.units[unit].role is not role and not (unit == gemm.grad_input and not gemm.has_grad_weight):
                     raise InputError(f"unit {unit} has the role {p.units[unit].role}", at=(*at, name))
             for name in ("x_noise", "stored_noise", "gradient_noise"):
                 self.energies((*at, name), getattr(gemm, name))

@@ -172,6 +172,9 @@ class Step:
         beside = other_operand(self.format(gemm.grad_weight))
         # A product in FP8 makes its copies of gradients and weights itself: they are in its own seconds.
         of_input = [(made, h, out, h), (h, made, x, h)] if gemm.has_grad_input else []
+        if gemm.operands_numel:
+            again = other_operand(self.format(gemm.grad_input))
+            of_input.append((self.format(gemm.output), again, gemm.operands_numel, again))
         of_weight = [(made, g, out, g), (read, beside, x, beside)] if gemm.has_grad_weight else []
         held = []
         for unit, casts in ((gemm.grad_input, of_input), (gemm.grad_weight, of_weight)):

@@ -251,6 +251,9 @@ class Program(Rows):
         if gemm.has_grad_input:
             self._casts_to(made, [h], gemm.out_numel, back=False, held=of_input)
             self._result_casts(gemm, of_input)
+        if gemm.operands_numel:
+            again = other_operand_of(gemm.grad_input)
+            self._casts_to(gemm.output, [again], gemm.operands_numel, back=False, held=of_input)
         if not gemm.has_grad_weight:
             return
         spared = self._stores(gemm)

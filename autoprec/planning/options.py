@@ -143,7 +143,7 @@ def _not_computed(op: Op, format_name: str, device: Device, *, pinned: bool) -> 
 
 def _needed(op: Op, role: Role, graph: OpGraph) -> bool:
     if role is Role.GRAD_INPUT:
-        return graph.tensor_by_id[op.inputs[0]].requires_grad
+        return any(graph.tensor_by_id[t].requires_grad for t in (op.inputs[:1] if op.weights else op.inputs))
     if role is Role.GRAD_WEIGHT:
         spec = graph.tensor_by_id.get(f"param:{op.weights[0]}")
         return spec is None or spec.requires_grad
@@ -203,6 +203,8 @@ def _concerned(op: Op, role: Role) -> list[str]:
     """Tensors whose values a role reads or makes (gradients apart)."""
     if role is Role.OUTPUT:
         return list(dict.fromkeys((*op.inputs, *op.outputs)))
+    if not op.weights:
+        return list(dict.fromkeys(op.inputs))
     return list(op.inputs[1:]) if role is Role.GRAD_INPUT else [op.inputs[0]]
 
 

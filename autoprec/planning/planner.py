@@ -128,7 +128,7 @@ def by_prediction(proposals: Proposals, *, prefer: str | None = None, explained:
         return made(best)
     if not explained:
         return made(plain)
-    why = f"the fastest plan gains {gain:.1%} of the predicted time, less than predictions err by: what may be fp32 is"
+    why = f"the fastest plan gains {gain:.1%} of the predicted time, less than predictions err by: fp32 stays if it may"
     return proposals.plan(plain, why=why)
 
 

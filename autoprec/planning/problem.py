@@ -111,12 +111,14 @@ class _Builder:
         self.members: dict[str, list[TensorSpec]] = {}
         for t in graph.tensors:
             self.members.setdefault(self.roots.root_of[t.id], []).append(t)
-        weighted = [op.id for op in graph.ops if op.op_class is OpClass.GEMM and op.weights and decides(op, graph)]
-        self.gemm_of = {op: k for k, op in enumerate(weighted)}
+        products = [op for op in graph.ops if Role.GRAD_INPUT in op.roles and decides(op, graph)]
+        products.sort(key=lambda op: not op.weights)
+        self.gemm_of = {op.id: k for k, op in enumerate(products)}
+        weighted = {op.id: k for k, op in enumerate(products) if op.weights}
         self.numbers = variance_numbers(graph, self.roots)
         self.nodes = gradient_nodes(graph, self.roots, self.prices, self.unit_of, self.numbers)
         passing = {node.moment: node.inputs for node in self.nodes}
-        self.stores = Stores(graph, self.roots, self.prices, self.unit_of, self.gemm_of, self.numbers, passing)
+        self.stores = Stores(graph, self.roots, self.prices, self.unit_of, weighted, self.numbers, passing)
 
     def build(self, budget_bytes: int | None) -> Problem:
         graph, policy = self.graph, self.policy
@@ -412,22 +414,26 @@ class _Builder:
     # Weights
 
     def _gemm(self, op: Op, index: dict[str, int]) -> Gemm:
-        unit = {role: self.unit_of[op.id, role] for role in Role}
+        unit = {role: self.unit_of[op.id, role] for role in op.roles}
         x_noise, stored, arriving, upstream = self.prices.gemm_noise(op)
         specs = self.graph.tensor_by_id
+        needed = self.units[unit[Role.GRAD_INPUT]].needed
+        read = op.inputs[:1] if op.weights else tuple(t for t in op.inputs if specs[t].is_float32)
+        of_gradients = [t for t in read if op.weights or specs[t].requires_grad]
         return Gemm(
             number=self.gemm_of[op.id],
             op=op.id,
             moment=self.moment[op.id],
             output=unit[Role.OUTPUT],
             grad_input=unit[Role.GRAD_INPUT],
-            grad_weight=unit[Role.GRAD_WEIGHT],
+            grad_weight=unit.get(Role.GRAD_WEIGHT, unit[Role.GRAD_INPUT]),
             x=index[self.roots.root_of[op.inputs[0]]],
-            x_numel=specs[op.inputs[0]].numel,
+            x_numel=sum(specs[t].numel for t in of_gradients),
+            operands_numel=sum(specs[t].numel for t in read) if needed and not op.weights else 0,
             out_numel=specs[op.outputs[0]].numel,
             variance=self.numbers[op.outputs[0]],
-            has_grad_input=self.units[unit[Role.GRAD_INPUT]].needed,
-            has_grad_weight=self.units[unit[Role.GRAD_WEIGHT]].needed,
+            has_grad_input=needed,
+            has_grad_weight=bool(op.weights) and self.units[unit[Role.GRAD_WEIGHT]].needed,
             x_noise=tuple(x_noise.items()),
             stored_noise=tuple(stored.items()),
             gradient_noise=tuple(arriving.items()),

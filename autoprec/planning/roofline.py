@@ -127,7 +127,7 @@ class _Model:
         if not op.is_plain_product:
             yield Role.OUTPUT, self._forward_and_backward(op, name)
         elif not op.weights:
-            yield Role.OUTPUT, self._product_of_activations(op, name)
+            yield from self._product_of_activations(op, name)
         else:
             yield from self._product_with_parameter(op, name)
 
@@ -149,15 +149,14 @@ class _Model:
         back = self._cast_seconds(made, "fp32", w)
         yield Role.GRAD_WEIGHT, arriving + self.product(op.flops, [x, y], w, name) + back + sums
 
-    def _product_of_activations(self, op: Op, name: str) -> float:
+    def _product_of_activations(self, op: Op, name: str) -> Iterator[tuple[Role, float]]:
         operands = [t for t in map(self._spec, op.inputs) if t.is_float32]
         sizes, y = [t.numel for t in operands], self._spec(op.outputs[0])
-        seconds = _runs(op) * self.product(op.flops, sizes, y.numel, name)
-        if y.requires_grad:
-            for i, t in enumerate(operands):
-                if t.requires_grad:
-                    seconds += self.product(op.flops, [y.numel, *sizes[:i], *sizes[i + 1 :]], t.numel, name)
-        return seconds
+        yield Role.OUTPUT, _runs(op) * self.product(op.flops, sizes, y.numel, name)
+        wanted = [(i, t.numel) for i, t in enumerate(operands) if t.requires_grad and y.requires_grad]
+        beside = [[y.numel, *sizes[:i], *sizes[i + 1 :]] for i, _ in wanted]
+        products = (self.product(op.flops, b, n, name) for b, (_, n) in zip(beside, wanted, strict=True))
+        yield Role.GRAD_INPUT, sum(products)
 
     def _forward_and_backward(self, op: Op, name: str) -> float:
         """An op with one role: a kernel forward, and one backward where a gradient is asked for. The products inside

@@ -355,8 +355,9 @@ class Tabulated:
             unit = p.units[index]
             sizes = dict(zip(unit.options, unit.workspace, strict=True))
             workspace += self._vector((f, float(sizes.get(f, 0))) for f in unit.options)
-        self._record("gemm", [made, h, g, stored], (storage is not None, gemm.has_grad_input, gemm.has_grad_weight),
-                     [gemm.x_numel, gemm.out_numel, p.backward(gemm.moment), *workspace])  # fmt: skip
+        present = (storage is not None, gemm.has_grad_input, gemm.has_grad_weight, gemm.operands_numel > 0)
+        figures = [gemm.x_numel, gemm.out_numel, gemm.operands_numel, p.backward(gemm.moment), *workspace]
+        self._record("gemm", [made, h, g, stored], present, figures)
         born = of(p.tensors[gemm.x].born)
         for r in rows:
             limit = p.rows[r].limit
@@ -365,22 +366,24 @@ class Tabulated:
                           *self._vector(gemm.stored_noise, limit)])  # fmt: skip
 
     def _gemms(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
-        places, stored, has_input, has_weight = pattern.reads
+        places, stored, has_input, has_weight, reads_again = pattern.reads
         own, h, g, kept = (entries.format(place) for place in places)
         made, beside = self._result[own], self._beside[g]
         there = kept >= 0 if stored else np.zeros(entries.count, np.bool_)
-        x, out, moment = figures[0], figures[1], figures[2].astype(np.int64)
+        x, out, operands, moment = *figures[:3], figures[3].astype(np.int64)
         n, width = self._formats, np.array(self._sizes, np.float64)
         of_input: list[_Cast] = []
         of_weight: list[_Cast] = []
         if has_input:
             back = self._result[h]
             of_input = [(made, back, out, back), (back, made, x, back)]
+        if reads_again:
+            of_input.append((own, self._beside[h], operands, self._beside[h]))
         if has_weight:
             to, read = self._result[g], np.where(there, kept, own)
             of_weight = [(made, to, out, to), (read, beside, x, beside)]
         seconds, held = np.zeros((len(scopes), entries.count)), []
-        for size, casts in ((figures[3 : 3 + n][h].T, of_input), (figures[3 + n : 3 + 2 * n][g].T, of_weight)):
+        for size, casts in ((figures[4 : 4 + n][h].T, of_input), (figures[4 + n : 4 + 2 * n][g].T, of_weight)):
             for source, target, numel, size_of in casts:
                 on = source != target
                 seconds += np.where(on, self._cast(source, target, numel), 0.0)

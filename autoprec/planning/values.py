@@ -201,14 +201,15 @@ class PlanTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Gemm:
-    """The backward pass of a GEMM with a weight.
+    """The backward pass of a GEMM with a weight, or of a product of activations.
 
     Attributes:
         number: its place in `Problem.gemms`.
         op: its id.
         moment: forward moment.
-        output, grad_input, grad_weight: its units.
-        x: the root tensor that it reads (index); x_numel: elements of its own input.
+        output, grad_input, grad_weight: its units; without a weight the last is `grad_input` once more.
+        x: the root tensor that it reads (index); x_numel: elements of its own input, or of all inputs with gradients.
+        operands_numel: elements of activations that the products of `grad_input` read again.
         out_numel: elements of gradient that arrive.
         variance: whose relative gradient variance arrives (index, see `GradientNode`).
         has_grad_input, has_grad_weight: which gradients are computed.
@@ -233,6 +234,7 @@ class Gemm:
     stored_noise: tuple[tuple[str, float], ...] = ()
     gradient_noise: tuple[tuple[str, float], ...] = ()
     upstream: float = 0.0
+    operands_numel: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from torch import fx
 
 from autoprec.errors import PlanError
 from autoprec.formats import is_scaled, result_format
-from autoprec.graphs import KERNEL_PRODUCTS, OpClass, Role, shared_path
+from autoprec.graphs import OpClass, Role, shared_path
 from autoprec.numerics.casts import cast, enter_region, leave_region, saturating_cast
 from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.gemm import conv, grouped_linear, linear, matmul, relu_keeping_bits
@@ -280,12 +280,16 @@ class _Rewriter:
             raise PlanError(f"the plan gives {op.id} a format, but {op.kind} is {op.op_class.value}: it takes none")
         formats = {role: f for role in Role if (f := self.plan.format_of.get((op.id, role))) is not None}
         fmt = formats[Role.OUTPUT]
-        product = op.op_class is OpClass.GEMM and op.kind not in KERNEL_PRODUCTS
-        if not product and any(map(is_scaled, formats.values())):
+        if not op.is_plain_product and any(map(is_scaled, formats.values())):
             raise PlanError(f"the plan gives {op.id} {fmt}, in which products alone are computed; {op.kind} is none")
         region = self.region.get(op.id) if fmt == "fp16" else None
         if op.gemm is not None:
             new = self._weighted_gemm(op, op.gemm, formats, region)
+        elif op.is_plain_product and set(formats.values()) != {_FP32}:
+            local = 0 if region else self.region.get(op.id, 0)
+            spec = gemm_spec(formats, self.device_type, region or 0, local)
+            a, b = (self.in_format(n, result_format(fmt), region) for n in operands(op.node))
+            new = self.main = self.call(With(matmul, spec), (a, b))
         elif fmt == _FP32:
             if op.kind == "relu" and self._stored(op.outputs[0]):
                 new = self.call(relu_keeping_bits, (self.in_format(op.inputs[0][0], _FP32),))
@@ -293,10 +297,6 @@ class _Rewriter:
                 new = self.copy_main(op, lambda n: self.as_written(n))
         elif op.op_class is OpClass.NORM:
             new = self._norm(op, fmt, region)
-        elif product:
-            spec = gemm_spec(formats, self.device_type, region or 0)
-            a, b = (self.in_format(n, result_format(fmt), region) for n in operands(op.node))
-            new = self.main = self.call(With(matmul, spec), (a, b))
         elif op.kind == "relu" and self._stored(op.outputs[0]):
             new = self.call(relu_keeping_bits, (self.in_format(op.inputs[0][0], fmt, region),))
         else:

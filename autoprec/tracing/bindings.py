@@ -80,6 +80,11 @@ class OpNode:
     transformed: bool
     gemm: GemmCall | None
 
+    @property
+    def is_plain_product(self) -> bool:
+        """As in `graphs.Op`."""
+        return self.op_class is OpClass.GEMM and self.kind not in KERNEL_PRODUCTS
+
 
 @dataclass(frozen=True, eq=False)
 class Binding:

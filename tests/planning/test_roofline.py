@@ -201,10 +201,12 @@ def test_a_lookup_reads_rows_and_its_gradient_is_a_whole_table() -> None:
 def test_products_of_activations_have_a_product_for_each_gradient() -> None:
     a, b, y = tensor("a", 2, 3, 4), tensor("b", 2, 4, 5), tensor("y", 2, 3, 5)
     both = graph_of(OpClass.GEMM, "matmul", [a, b], y, flops=240, saves=("a", "b"))
-    assert counted(both, "flops")["output", "bf16"] == 3 * 240
-    assert counted(both, "bandwidth")["output", "bf16"] == 3 * 2 * (24 + 40 + 30)
+    assert counted(both, "flops")["output", "bf16"] == 240
+    assert counted(both, "flops")["grad_input", "bf16"] == 2 * 240
+    assert counted(both, "bandwidth")["output", "bf16"] == 2 * (24 + 40 + 30)
+    assert counted(both, "bandwidth")["grad_input", "bf16"] == 2 * 2 * (24 + 40 + 30)
     one = graph_of(OpClass.GEMM, "matmul", [tensor("a", 2, 3, 4, grad=False), b], y, flops=240)
-    assert counted(one, "flops")["output", "bf16"] == 2 * 240
+    assert counted(one, "flops")["grad_input", "bf16"] == 240
 
 
 def test_attention_is_a_kernel_each_way_with_its_products_and_their_gradients() -> None:
