@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import autoprec
 from autoprec.calibration import timing
@@ -31,6 +31,32 @@ def test_each_gradient_of_a_narrow_product_is_timed_alone(monkeypatch: pytest.Mo
     made.clear()
     runs[Role.GRAD_WEIGHT, "bf16"]()
     assert made == ["_channel_sums"]
+
+
+class Scores(nn.Module):
+    """A product of two activations, of which one wants a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.gain * x) @ x.mT
+
+
+def test_the_gradients_of_a_product_of_activations_are_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: dict[Any, Any] = {}
+    monkeypatch.setattr(timing, "_rounds", lambda each, device: runs.update(each) or dict.fromkeys(each, 1e-6))
+    policy = autoprec.Policy(name="p", formats=("fp32", "bf16"), calibration={"steps": 2})
+    batches = [torch.randn(4, 8) for _ in range(2)]
+    autoprec.compile(Scores(), policy=policy, batches=batches, loss_fn=lambda m, x: m(x).square().mean(), events=None)
+    made: list[int] = []
+    one = gemm._product_to
+    monkeypatch.setattr(gemm, "_product_to", lambda *a: made.append(1) or one(*a))
+    runs[Role.OUTPUT, "bf16"]()
+    assert made == []
+    runs[Role.GRAD_INPUT, "bf16"]()
+    assert made == [1]
 
 
 def test_repeats_go_on_while_other_work_takes_the_core(monkeypatch: pytest.MonkeyPatch) -> None:

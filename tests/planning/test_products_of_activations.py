@@ -1,0 +1,66 @@
+"""Products of two activations have two roles; what the planner knows of the second."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autoprec.graphs import OpClass, OpGraph, Role, TensorKind
+from autoprec.planning.evaluator import evaluate
+from autoprec.planning.uniform import uniform_choice
+from autoprec.planning.values import Choice, Problem
+from tests.planning.planning_cases import Case, Maker, histogram, modelled_device, policy
+
+SCORES = "m:matmul#1"
+
+
+def case(*, left_grad: bool = True, largest: float = 1.0) -> Case:
+    """linear(x)·zᵀ, with z of (3, 6) given, whose largest value is `largest`."""
+    make = Maker(np.random.default_rng(0), calm=True)
+    x = make.tensor("input:x", (4, 5), kind=TensorKind.INPUT, grad=False)
+    z = make.tensor("input:z", (3, 6), kind=TensorKind.INPUT, grad=False)
+    h = make.linear(x, 6, fqn="a")
+    pair = (h, z) if left_grad else (z, h)
+    graph: OpGraph = make.graph(make.op("matmul", OpClass.GEMM, pair, (4, 3), saves=pair))
+    found = make.profile(graph)
+    tensors = tuple(
+        replace(t, values=histogram(np.linspace(-largest, largest, 64))) if t.id == z else t for t in found.tensors
+    )
+    return Case(graph, replace(found, tensors=tensors), modelled_device(graph), policy(("fp32", "bf16", "fp16")))
+
+
+def options(problem: Problem, role: Role) -> tuple[str, ...]:
+    return next(u.options for u in problem.units if u.op == SCORES and u.role is role)
+
+
+@pytest.mark.parametrize("left_grad", [True, False])
+def test_gradients_are_computed_where_either_operand_wants_one(left_grad: bool) -> None:
+    problem = case(left_grad=left_grad).problem()
+    unit = next(u for u in problem.units if u.op == SCORES and u.role is Role.GRAD_INPUT)
+    assert unit.needed and unit.options == ("fp32", "bf16", "fp16") and min(unit.seconds) > 0.0
+
+
+def test_the_gradients_read_both_operands_again() -> None:
+    """What leaves FP16 can be read in it for neither."""
+    for role in (Role.OUTPUT, Role.GRAD_INPUT):
+        assert options(case().problem(), role) == ("fp32", "bf16", "fp16")
+        assert options(case(largest=1e6).problem(), role) == ("fp32", "bf16")
+
+
+def test_casts_of_a_role_of_its_own_by_hand() -> None:
+    """Behind a BF16 product, FP32 gradients: the arriving gradient (4·3) and both operands (4·6, 3·6) are cast to FP32,
+    one result (4·6) to BF16."""
+    made = case()
+    problem = made.problem()
+    narrow = uniform_choice(problem, "bf16")
+    place = next(i for i, u in enumerate(problem.units) if u.op == SCORES and u.role is Role.GRAD_INPUT)
+    chosen = list(narrow.options)
+    chosen[place] = problem.units[place].options.index("fp32")
+    mixed = Choice(options=tuple(chosen), stored=narrow.stored)
+    found = evaluate(problem, mixed).seconds - evaluate(problem, narrow).seconds
+    own = dict(zip(problem.units[place].options, problem.units[place].seconds, strict=True))
+    casts = [("bf16", "fp32", 12), ("bf16", "fp32", 24 + 18), ("fp32", "bf16", 24)]
+    expected = own["fp32"] - own["bf16"] + sum(made.device.cast_seconds(*cast) for cast in casts)
+    assert found == pytest.approx(expected)
