@@ -42,11 +42,12 @@ def test_gradients_are_computed_where_either_operand_wants_one(left_grad: bool) 
     assert unit.needed and unit.options == ("fp32", "bf16", "fp16") and min(unit.seconds) > 0.0
 
 
-def test_the_gradients_read_both_operands_again() -> None:
+@pytest.mark.parametrize("left_grad", [True, False])
+def test_the_gradients_read_both_operands_again(left_grad: bool) -> None:
     """What leaves FP16 can be read in it for neither."""
     for role in (Role.OUTPUT, Role.GRAD_INPUT):
-        assert options(case().problem(), role) == ("fp32", "bf16", "fp16")
-        assert options(case(largest=1e6).problem(), role) == ("fp32", "bf16")
+        assert options(case(left_grad=left_grad).problem(), role) == ("fp32", "bf16", "fp16")
+        assert options(case(left_grad=left_grad, largest=1e6).problem(), role) == ("fp32", "bf16")
 
 
 def test_casts_of_a_role_of_its_own_by_hand() -> None:
