@@ -206,6 +206,8 @@ class Plan:
         regions: FP16 regions with their gradient scales.
         saturating: tensors whose casts saturate instead of overflowing to inf: constants and masks that leave the
             format by design, never activations.
+        scales: what has a scale of its own in formats that carry one: "tensorwise" a tensor, "rowwise" each row of an
+            operand of a linear.
         predicted, predicted_fp32: totals of this plan and of the all-FP32 plan (modelled).
         budget_bytes: the peak that was allowed, or None.
         gap: (objective − proven lower bound) / objective, 0.0 when proven optimal.
@@ -218,6 +220,7 @@ class Plan:
     storages: tuple[Storage, ...] = ()
     regions: tuple[Region, ...] = ()
     saturating: tuple[str, ...] = ()
+    scales: str = "tensorwise"
     predicted: Totals | None = None
     predicted_fp32: Totals | None = None
     budget_bytes: int | None = None
@@ -232,6 +235,8 @@ class Plan:
         check_unique([f"{a.op} {a.role}" for a in self.assignments], "the role", PlanError, "assignments")
         check_unique([s.tensor for s in self.storages], "the tensor", PlanError, "storages")
         check_unique(self.saturating, "the tensor", PlanError, "saturating")
+        if self.scales not in ("tensorwise", "rowwise"):
+            raise PlanError(f"scales must be tensorwise or rowwise, not {self.scales!r}", at=("scales",))
         check_amount(self.budget_bytes, "budget_bytes", PlanError, "budget_bytes", least=1)
         check_amount(self.gap, "gap", PlanError, "gap")
         check_unique([c.name for c in self.contestants], "the contestant", PlanError, "contestants")
@@ -264,6 +269,7 @@ class Plan:
             sorted((s.tensor, s.format) for s in self.storages),
             sorted((r.ops, r.scale_log2) for r in self.regions),
             sorted(self.saturating),
+            *([self.scales] if self.scales != "tensorwise" else []),
         )
         return hashlib.sha256(repr(body).encode()).hexdigest()[:16]
 

@@ -310,6 +310,9 @@ class Policy(_Part):
     monitor: Monitor = Field(default=Monitor(), description="Observation while training.")
     guard: Guard = Field(default=Guard(), description="What happens on a non-finite gradient.")
     loss_scaling: LossScaling = Field(default=LossScaling(), description="The scale of FP16 gradients.")
+    scales: Literal["tensorwise", "rowwise"] = Field(
+        default="tensorwise", description="What has a scale of its own in FP8: a tensor, or in linears each row."
+    )
     uncaptured: Literal["error", "report"] = Field(
         default="error", description="What a parameter is that trains outside the captured graph."
     )

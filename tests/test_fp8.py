@@ -1,32 +1,25 @@
-"""Products in formats with a scale: each role against arithmetic written down here, the device's own FP8 product
-against the emulation, and plans that say which role runs in what."""
+"""Products in formats with a scale: each role against arithmetic written down here, and the device's own FP8 product
+against the emulation."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import subprocess
-import sys
-from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-import autoprec
-from autoprec.errors import PlanError, UnsupportedError
+from autoprec.errors import UnsupportedError
 from autoprec.formats import format_named, is_scaled
-from autoprec.graphs import Role
-from autoprec.numerics import gemm, products
+from autoprec.numerics import products
 from autoprec.numerics.dtypes import native_formats
 from autoprec.numerics.gemm import ConvOptions, conv, grouped_linear, linear, matmul
 from autoprec.numerics.packing import encode
 from autoprec.numerics.products import GemmSpec, scaled_product
-from autoprec.plans import Assignment, Plan, Storage
-from autoprec.policies import Policy
 from tests.test_casts import by_table, sqnr_db
 
 FORMATS = ["fp32", "bf16", "fp8_e5m2", "fp8_e4m3", "fp8_e3m4", "int8"]
@@ -275,137 +268,3 @@ def test_a_second_derivative_through_fp8_is_refused() -> None:
         y = linear(x, w, None, None, spec_of(roles))
         with pytest.raises(UnsupportedError, match="FP8|narrow format"):
             torch.autograd.grad(y.float().sum(), [x, w], create_graph=True)
-
-
-# Plans ----------------------------------------------------------------------------------------------------------------
-
-
-class Net(nn.Module):
-    """Two products that read the same tensor, one that reads their sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(x)
-        return self.c(F.gelu(self.a(h) + self.b(h)))
-
-
-def assignment(op: str, role: Role, fmt: str) -> Assignment:
-    return Assignment(op=op, role=role, format=fmt, reason="test")
-
-
-def fp8_plan(*, storages: tuple[Storage, ...] = ()) -> Plan:
-    """FP8 forward, E5M2 gradients back, weight gradients in BF16; all else in BF16."""
-    found = [assignment(op, Role.OUTPUT, "bf16") for op in (":tanh#0", ":add#0", ":gelu#0")]
-    for op in ("a:linear#0", "b:linear#0", "c:linear#0"):
-        found += [assignment(op, Role.OUTPUT, "fp8_e4m3"), assignment(op, Role.GRAD_INPUT, "fp8_e5m2"),
-                  assignment(op, Role.GRAD_WEIGHT, "bf16")]  # fmt: skip
-    return Plan(assignments=tuple(found), storages=storages)
-
-
-@pytest.mark.parametrize("stored", ["", "fp8_e4m3", "bf16"])
-def test_a_plan_by_role_runs_as_planned(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted: three products for each layer, each in its format; one FP8 copy for both readers of a tensor."""
-    formats: Counter[str] = Counter()
-    encoded: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    own_product, own_encode = products.rows_times_rows, products.encode
-
-    def product(a: Any, b: Any, fmt: str, *rest: Any) -> Tensor:
-        formats[fmt] += 1
-        return own_product(a, b, fmt, *rest)
-
-    def counted(x: Tensor, fmt: str, **kwargs: Any) -> Any:
-        encoded[fmt, tuple(x.shape)] += 1
-        return own_encode(x, fmt, **kwargs)
-
-    monkeypatch.setattr(gemm, "rows_times_rows", product)
-    for module in ("numerics.products", "numerics.keeping", "rewriting.rewrite"):
-        monkeypatch.setattr(f"autoprec.{module}.encode", counted)
-    torch.manual_seed(0)
-    model, x = Net(), torch.randn(6, 16, requires_grad=True)
-    storages = (Storage(tensor=":tanh#0", format=stored, reason="test"),) if stored else ()
-    autoprec.compile(model, plan=fp8_plan(storages=storages), events=None)
-    model(x).square().sum().backward()
-    assert formats == {"fp8_e4m3": 3, "fp8_e5m2": 3, "bf16": 3}
-    session = autoprec.session(model)
-    executed = session.executed_formats()
-    assert {op: executed[op] for op in ("a:linear#0", "c:linear#0", ":gelu#0")} == dict.fromkeys(
-        ("a:linear#0", "c:linear#0", ":gelu#0"), "bf16"
-    )
-    if stored == "fp8_e4m3":  # the copy that is kept is the one that was read
-        assert sum(n for (fmt, shape), n in encoded.items() if fmt == "fp8_e4m3" and math.prod(shape) == 96) == 1
-    else:
-        assert encoded["fp8_e4m3", (6, 16)] == 1
-
-
-def test_fp8_tensors_go_nowhere_else() -> None:
-    """They are bytes in the graph: torch would run a plain product of its own FP8 dtypes without a word."""
-    model, x = Net(), torch.randn(6, 16)
-    autoprec.compile(model, plan=fp8_plan(), events=None)
-    seen: set[torch.dtype] = set()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.add(t.dtype), t)[1], lambda t: t):
-        model(x).square().sum().backward()
-    assert torch.uint8 in seen and not any(str(d).startswith("torch.float8") for d in seen)
-
-
-def test_formats_of_products_are_for_products() -> None:
-    model, x = Net(), torch.randn(6, 16)
-    autoprec.compile(model, plan=Plan(assignments=(assignment(":gelu#0", Role.OUTPUT, "fp8_e4m3"),)), events=None)
-    with pytest.raises(PlanError, match="products alone"):
-        model(x)
-
-
-def policy(*rules: dict[str, Any], formats: tuple[Any, ...] = ("fp32", "bf16", "fp8_e4m3", "fp8_e5m2")) -> Policy:
-    every = {"match": "*", "kinds": ["linear"], "pin": "fp8_e4m3"}
-    return Policy(name="test", formats=formats, rules=(*rules, every), calibration={"steps": 2},
-                  noise={"gradient": 1e3, "loss": 1e3}, storage={"formats": ()})  # fmt: skip
-
-
-def planned(policy: Policy) -> dict[tuple[str, Role], str]:
-    torch.manual_seed(0)
-    model, batches = Net(), [torch.randn(6, 16) for _ in range(2)]
-    autoprec.compile(model, policy=policy, batches=batches, loss_fn=lambda m, b: m(b).square().mean(), events=None)
-    return autoprec.session(model).plan.format_of
-
-
-def test_a_rule_for_one_role_of_one_layer_changes_only_that() -> None:
-    plain = planned(policy())
-    raised = planned(policy({"match": "b", "roles": ["grad_weight"], "pin": "bf16"}))
-    assert {k for k in plain if plain[k] != raised[k] and "linear" in k[0]} == {("b:linear#0", Role.GRAD_WEIGHT)}
-    assert raised["b:linear#0", Role.GRAD_WEIGHT] == "bf16"
-
-
-def test_what_would_be_emulated_is_not_chosen_unless_a_rule_pins_it() -> None:
-    """FP8 products on a CPU are slower than BF16: nobody gets them by accident, and the plan says why not."""
-    torch.manual_seed(0)
-    model, batches = Net(), [torch.randn(6, 16) for _ in range(2)]
-    found = Policy(name="test", formats=("fp32", "bf16", "fp8_e4m3"), calibration={"steps": 2})
-    autoprec.compile(model, policy=found, batches=batches, loss_fn=lambda m, b: m(b).square().mean(), events=None)
-    plan = autoprec.session(model).plan
-    assert "fp8_e4m3" not in {a.format for a in plan.assignments}
-    (layer,) = (a for a in plan.assignments if (a.op, a.role) == ("a:linear#0", Role.OUTPUT))
-    assert "would emulate it" in next(d.why for d in layer.dropped if d.format == "fp8_e4m3")
-
-
-def test_formats_of_ones_own_by_value_and_by_name() -> None:
-    mine = autoprec.Format(name="fp8_e3m4", exponent_bits=3, mantissa_bits=4)
-    by_value = policy({"match": "a", "pin": "fp8_e3m4"}, formats=("fp32", "bf16", mine, "int8", "fp8_e4m3"))
-    assert by_value.formats == ("fp32", "bf16", "fp8_e3m4", "int8", "fp8_e4m3")
-    formats = planned(by_value)
-    assert {formats["a:linear#0", role] for role in Role} == {"fp8_e3m4"}
-    wrong = autoprec.Format(name="fp8_e4m3", exponent_bits=4, mantissa_bits=3)
-    with pytest.raises(autoprec.PolicyError, match="not what its name says"):
-        policy(formats=("fp32", wrong))
-
-
-@pytest.mark.in_repository
-def test_the_example_for_gpus_runs_on_a_cpu() -> None:
-    """In small: the same code as on a GPU, with its own assertions about casts and products."""
-    command = [sys.executable, "examples/fp8_on_a_gpu.py", "--small", "--steps", "12"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = {line[:32].strip(): line.split() for line in done.stdout.splitlines()}
-    for name in ("autocast bf16 + torch.compile", "autoprec bf16", "autoprec fp8-hopper"):
-        assert 4.0 < float(rows[name][len(name.split()) + 3]) < 7.0

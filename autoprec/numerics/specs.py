@@ -24,7 +24,12 @@ NORM_SIGNATURE = {
 
 
 def gemm_spec(
-    formats: Mapping[Role, str], device_type: str, scale_log2: int = 0, local_scale_log2: int = 0
+    formats: Mapping[Role, str],
+    device_type: str,
+    scale_log2: int = 0,
+    local_scale_log2: int = 0,
+    *,
+    rowwise: bool = False,
 ) -> GemmSpec:
     """The arithmetic of an op from its format per role (missing gradient roles follow `output`)."""
     output = formats[Role.OUTPUT]
@@ -35,6 +40,7 @@ def gemm_spec(
         native=native_formats(device_type),
         scale_log2=scale_log2,
         local_scale_log2=local_scale_log2,
+        rowwise=rowwise,
     )
 
 

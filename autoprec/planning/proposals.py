@@ -134,6 +134,7 @@ class Proposals:
             ),
             regions=self._regions(choice),
             saturating=_saturating(problem, choice),
+            scales=policy.scales,
             predicted=totals_of(solution.evaluation),
             predicted_fp32=self.question.fp32,
             budget_bytes=problem.budget_bytes,

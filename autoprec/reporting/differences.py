@@ -64,11 +64,12 @@ class Differences:
 
     @property
     def same_decisions(self) -> bool:
-        """Whether both plans decide the same: formats, storages, regions and what saturates."""
-        return not (self.roles or self.storages or self.regions or self.stopped_saturating or self.saturating)
+        """Whether both plans decide the same: formats, storages, regions, what saturates and what has a scale."""
+        decided = (self.roles, self.storages, self.regions, self.stopped_saturating, self.saturating)
+        return not any(decided) and all(name != "scales" for name, _, _ in self.headers)
 
 
-_HEADERS = ("policy", "device", "graph_fingerprint", "budget_bytes", "gap", "binding")
+_HEADERS = ("scales", "policy", "device", "graph_fingerprint", "budget_bytes", "gap", "binding")
 
 
 def differences(before: Plan, after: Plan) -> Differences:

@@ -170,7 +170,7 @@ def summary(plan: Plan) -> Text:
     lines = {
         "policy": plan.policy or "unknown",
         "device": plan.device or "unknown",
-        "formats": ", ".join(plan.formats_used()) or "fp32",
+        "formats": (", ".join(plan.formats_used()) or "fp32") + (", scales by row" if plan.scales == "rowwise" else ""),
         "budget": peak,
         "gap": "proven optimal" if plan.gap <= 0.0 else f"at most {100 * plan.gap:.2g} % above the optimum",
         "binding": plan.binding,
@@ -184,6 +184,7 @@ def plan_data(plan: Plan, chosen: tuple[OpDecision, ...] | None = None) -> dict[
         "policy": plan.policy,
         "device": plan.device,
         "formats": list(plan.formats_used()),
+        "scales": plan.scales,
         "predicted": _totals_data(plan.predicted),
         "predicted_fp32": _totals_data(plan.predicted_fp32),
         "budget_bytes": plan.budget_bytes,

@@ -13,13 +13,13 @@ __all__ = ["Method", "With", "operands"]
 class With:
     """A function with its last arguments fixed: fx writes only plain values into the code that it generates."""
 
-    def __init__(self, function: Callable[..., Any], *fixed: Any) -> None:
-        self._function, self.fixed = function, fixed
+    def __init__(self, function: Callable[..., Any], *fixed: Any, **named: Any) -> None:
+        self._function, self.fixed, self._named = function, fixed, named
         self.__name__, self.__module__ = function.__name__, function.__module__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it."""
-        return self._function(*args, *self.fixed, **kwargs)
+        return self._function(*args, *self.fixed, **kwargs, **self._named)
 
 
 class Method:

@@ -40,7 +40,7 @@ from autoprec.rewriting.memory import bases, changed_in_place, no_larger
 from autoprec.tracing.bindings import Binding, OpNode
 from autoprec.tracing.checkpoints import CheckpointPath, fold
 from autoprec.tracing.gemms import GemmCall, gemm_arguments
-from autoprec.tracing.kinds import CONVS, changes_mode, enters_transform, out_of_place, returns_float32
+from autoprec.tracing.kinds import CONVS, GROUPED, changes_mode, enters_transform, out_of_place, returns_float32
 
 __all__ = ["Rewritten", "rewrite"]
 
@@ -352,11 +352,14 @@ class _Rewriter:
             cell = self.cell_of(narrow, x)
             kept = self._shared(x, f"kept {storage}", With(keep_in, storage), (cell, x_new))
         operand = None
+        rowwise = self.plan.scales == "rowwise" and op.kind not in (*CONVS, *GROUPED)
         if is_scaled(fmt):
-            operand = kept if storage == fmt else self._shared(x, fmt, With(encode, fmt), (x_new,))
+            shared = storage == fmt and not rowwise
+            what = f"{fmt} by row" if rowwise else fmt
+            operand = kept if shared else self._shared(x, what, With(encode, fmt, rowwise=rowwise), (x_new,))
         # FP16 in gradient roles alone: what arrives carries no scale yet.
         local = 0 if region else self.region.get(op.id, 0)
-        spec = gemm_spec(formats, self.device_type, region or 0, local)
+        spec = gemm_spec(formats, self.device_type, region or 0, local, rowwise=rowwise)
         if gemm.offs is not None:
             offs = self.as_written(gemm.offs)
             return self.call(With(grouped_linear, spec), (x_new, weight, offs, kept), operand=operand)

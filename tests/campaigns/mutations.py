@@ -31,6 +31,7 @@ RICH_POLICY = {
     "monitor": {"window_steps": 100, "interval_steps": 10, "saturation_frac": 1e-4},
     "guard": {"nonfinite": "skip", "patience_steps": 20},
     "loss_scaling": {"mode": "regional"},
+    "scales": "rowwise",
     "uncaptured": "error",
 }
 _TOTALS = {"seconds": 0.3, "saved_bytes": 1 << 40, "peak_bytes": 7, "loss_sigma": 1e-9, "gradient_ratio": 0.02}
@@ -72,6 +73,7 @@ PLAN = {
     ],
     "regions": [{"ops": ["blocks.2:linear#0", "blocks.2:gelu#0"], "scale_log2": -12, "reason": "1e-3"}],
     "saturating": ["mask", "input:mask"],
+    "scales": "rowwise",
 }
 DEVICE = {
     "autoprec": "device",

@@ -97,6 +97,7 @@ POLICY = mapping(
         backoff={"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
         interval_steps={"type": "integer", "minimum": 1},
     ),
+    scales=one_of(["tensorwise", "rowwise"]),
     uncaptured=one_of(["error", "report"]),
 )
 
@@ -154,6 +155,7 @@ PLAN = mapping(
         )
     ),
     saturating=TEXTS,
+    scales=one_of(["tensorwise", "rowwise"]),
     predicted=maybe(TOTALS),
     predicted_fp32=maybe(TOTALS),
     budget_bytes={"type": ["integer", "null"], "minimum": 1},
