@@ -18,12 +18,23 @@ from typing import TypeVar
 from autoprec.checks import check_amount, check_unique
 from autoprec.errors import InputError
 
-__all__ = ["KERNEL_PRODUCTS", "Op", "OpClass", "OpGraph", "Role", "TensorKind", "TensorSpec", "shared_path"]
+__all__ = [
+    "KERNEL_PRODUCTS",
+    "Op",
+    "OpClass",
+    "OpGraph",
+    "Role",
+    "TensorKind",
+    "TensorSpec",
+    "roles_of",
+    "shared_path",
+]
 
 T = TypeVar("T")
 
 
-#: Products inside kernels of torch: they run as written, in one format for all that they read and make.
+#: Products inside kernels of torch: they run as written, in one format for all that they read and make. Their gradients
+#: have another one at the price of running them once more.
 KERNEL_PRODUCTS = ("scaled_dot_product_attention", "einsum", "baddbmm", "addbmm")
 
 
@@ -61,6 +72,14 @@ class OpClass(StrEnum):
     VIEW = "view"
     WIDE = "wide"
     UNKNOWN = "unknown"
+
+
+def roles_of(op_class: OpClass, weighted: bool) -> tuple[Role, ...]:
+    """The roles that are decided for an op of a class (none for views, wide and unknown ops), `weighted` if it is a
+    product with a parameter."""
+    if op_class is OpClass.GEMM:
+        return (Role.OUTPUT, Role.GRAD_INPUT, Role.GRAD_WEIGHT) if weighted else (Role.OUTPUT, Role.GRAD_INPUT)
+    return (Role.OUTPUT,) if op_class in (OpClass.POINTWISE, OpClass.NORM, OpClass.RECURRENT) else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,14 +168,8 @@ class Op:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """The roles that are decided for this op (none for views, wide and unknown ops)."""
-        if self.op_class is OpClass.GEMM:
-            if self.weights:
-                return (Role.OUTPUT, Role.GRAD_INPUT, Role.GRAD_WEIGHT)
-            return (Role.OUTPUT, Role.GRAD_INPUT) if self.is_plain_product else (Role.OUTPUT,)
-        if self.op_class in (OpClass.POINTWISE, OpClass.NORM, OpClass.RECURRENT):
-            return (Role.OUTPUT,)
-        return ()
+        """The roles that are decided for this op."""
+        return roles_of(self.op_class, bool(self.weights))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -138,13 +138,17 @@ def time_ops(cases: Mapping[str, TimingCase], formats: Iterable[str], device: De
         for key, case in cases.items():
             wanted = _candidates(case, formats)
             wanted = tuple(fmt for fmt in wanted if (key, fmt) not in missing)
-            if any((key, Role.OUTPUT.value, fmt) not in known for fmt in wanted):
+            roles = case.op.roles or (Role.OUTPUT,)
+            if any((key, role.value, fmt) not in known for fmt in wanted for role in roles):
                 found, lacking = _time_case(key, case, wanted, device.type)
                 timings += found
                 no_kernels += lacking
     finally:
         torch.set_rng_state(state)
-    return device.extended(tuple(timings), tuple(no_kernels))
+    # Timings from before a role was timed on its own count it elsewhere.
+    taken = {(t.timing_key, t.format) for t in timings}
+    kept = tuple(t for t in device.timings if (t.timing_key, t.format) not in taken)
+    return replace(device, timings=kept).extended(tuple(timings), tuple(no_kernels))
 
 
 def _candidates(case: TimingCase, formats: Iterable[str]) -> tuple[str, ...]:
@@ -241,10 +245,8 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
     if case.op.op_class is OpClass.RECURRENT:
         y = y[0]  # the states that follow are parts of it, but for the last cells
     if not (isinstance(y, Tensor) and y.requires_grad):
-        alone = {Role.OUTPUT: without_graph}
-        if case.op.is_plain_product:
-            alone[Role.GRAD_INPUT] = lambda: None
-        return _Runs(runs=alone, private_bytes=private, workspace=held)
+        nothing = {role: lambda: None for role in case.op.roles}
+        return _Runs(runs=nothing | {Role.OUTPUT: without_graph}, private_bytes=private, workspace=held)
     g = torch.randn(y.shape, device=y.device).to(y.dtype)
 
     def backward(y: Tensor, wanted: Sequence[Tensor]) -> Callable[[], object]:
@@ -270,7 +272,7 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
     if case.op.gemm is not None:
         x, *parameters = leaves
         roles |= {Role.GRAD_INPUT: backward_alone([x]), Role.GRAD_WEIGHT: backward_alone(parameters)}
-    elif case.op.is_plain_product:
+    elif case.op.op_class is OpClass.GEMM:
         roles[Role.GRAD_INPUT] = backward(y, leaves)
     if len(roles) > 1:
         held |= {role: workspace_bytes(run, device) for role, run in roles.items() if role is not Role.OUTPUT}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from autoprec.devices import Device
 from autoprec.errors import InfeasibleError
 from autoprec.formats import Format, format_named, is_scaled
-from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind
+from autoprec.graphs import KERNEL_PRODUCTS, Op, OpClass, OpGraph, Role, TensorKind
 from autoprec.planning.noise import saturates_by_design
 from autoprec.planning.pricing import Prices
 from autoprec.planning.roots import Roots
@@ -28,6 +28,7 @@ class Options:
     rule: str = ""
     gives_way: bool = False
     needed: bool = True
+    one_kernel: bool = False  # a gradient role that has the format of `output`, because one kernel makes both
 
     def drop(self, format_name: str, reason: str) -> None:
         """Take a format away; the first reason is kept. An optional rule gives way where nothing else is left."""
@@ -77,7 +78,7 @@ def unit_options(
     for op in graph.ops:
         if decides(op, graph):
             found.extend(options_of(op, graph, prices, policy, device, banned))
-    _tie_in_place(graph, roots, found)
+    _tie(graph, roots, policy, found)
     return found
 
 
@@ -208,15 +209,36 @@ def _concerned(op: Op, role: Role) -> list[str]:
     return list(op.inputs[1:]) if role is Role.GRAD_INPUT else [op.inputs[0]]
 
 
-def _tie_in_place(graph: OpGraph, roots: Roots, found: list[Options]) -> None:
-    """In-place ops run in the format that the tensor which they change was born in: intersect their options."""
+def _tie(graph: OpGraph, roots: Roots, policy: Policy, found: list[Options]) -> None:
+    """In-place ops run in the format that the tensor which they change was born in, and gradients of kernels in that of
+    the kernel, unless a rule of their own pins them: intersect their options."""
     by_op = {o.op.id: o for o in found if o.role is Role.OUTPUT}
     pairs = in_place_pairs(graph, roots)
-    while any([_tie(by_op, op, owner) for op, owner in pairs]):
+    for o in found:
+        rules = [policy.rule_for(o.op, role) for role in (Role.OUTPUT, Role.GRAD_INPUT)]
+        apart = len(o.formats) == 1 and rules[0] is not rules[1]
+        kernel = o.role is Role.GRAD_INPUT and o.op.kind in KERNEL_PRODUCTS
+        o.one_kernel = kernel and o.needed and not apart
+    kernels = [o for o in found if o.one_kernel]
+    while any([_tie_in_place(by_op, op, owner) for op, owner in pairs]) or any(
+        [_tie_kernel(by_op[o.op.id], o) for o in kernels]
+    ):
         pass
 
 
-def _tie(by_op: dict[str, Options], op: Op, owner: str | None) -> bool:
+def _tie_kernel(output: Options, gradients: Options) -> bool:
+    """Make the options of both roles of a kernel equal; whether anything changed."""
+    before = output.formats, gradients.formats
+    both = [f for f in output.formats if f in gradients.formats]
+    if before == (both, both):
+        return False
+    reason = "{} cannot have it, and one kernel makes both; a rule that pins roles: [grad_input] makes two of it"
+    output.keep(both, reason.format(Role.GRAD_INPUT))
+    gradients.keep(both, reason.format(Role.OUTPUT))
+    return True
+
+
+def _tie_in_place(by_op: dict[str, Options], op: Op, owner: str | None) -> bool:
     """Make the options of two ops equal; whether anything changed."""
     mine, theirs = by_op.get(op.id), by_op.get(owner) if owner else None
     if theirs and any(map(is_scaled, theirs.formats)):  # what changes in place must compute as the product does

@@ -22,7 +22,7 @@ from itertools import product
 from autoprec.devices import Device
 from autoprec.errors import DeviceError, ProfileError
 from autoprec.formats import is_scaled, other_operand, result_format
-from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind, TensorSpec, shared_path
+from autoprec.graphs import KERNEL_PRODUCTS, Op, OpClass, OpGraph, Role, TensorKind, TensorSpec, shared_path
 from autoprec.planning.gradients import gradient_nodes, variance_numbers
 from autoprec.planning.noise import saturates_by_design
 from autoprec.planning.options import (
@@ -107,12 +107,14 @@ class _Builder:
                                for k in range(1, len(op.checkpoints) + 1)}  # fmt: skip
         options = unit_options(graph, self.roots, self.prices, policy, device, banned)
         self.unit_of = {(o.op.id, o.role): i for i, o in enumerate(options)}
-        self.units = tuple(self._unit(o) for o in options)
+        again = {o.op.id: o.formats[0] for o in options if o.role is Role.GRAD_INPUT and not o.one_kernel and o.needed}
+        self.units = tuple(self._unit(o, again.get(o.op.id, "")) for o in options)
+        of = self.unit_of
+        self.kernels = {(of[o.op.id, Role.OUTPUT], of[o.op.id, o.role]) for o in options if o.one_kernel}
         self.members: dict[str, list[TensorSpec]] = {}
         for t in graph.tensors:
             self.members.setdefault(self.roots.root_of[t.id], []).append(t)
         products = [op for op in graph.ops if Role.GRAD_INPUT in op.roles and decides(op, graph)]
-        products.sort(key=lambda op: not op.weights)
         self.gemm_of = {op.id: k for k, op in enumerate(products)}
         weighted = {op.id: k for k, op in enumerate(products) if op.weights}
         self.numbers = variance_numbers(graph, self.roots)
@@ -152,7 +154,7 @@ class _Builder:
             (self.unit_of[op.id, Role.OUTPUT], self.unit_of[owner, Role.OUTPUT])
             for op, owner in in_place_pairs(graph, self.roots)
             if owner is not None and (op.id, Role.OUTPUT) in self.unit_of and (owner, Role.OUTPUT) in self.unit_of
-        }
+        } | self.kernels
         self._check_casts({f for t in tensors for f in t.storages})
         return Problem(
             ops=tuple(op.id for op in graph.ops),
@@ -218,8 +220,10 @@ class _Builder:
             )
         return found * op.calls
 
-    def _unit(self, options: Options) -> Unit:
+    def _unit(self, options: Options, again: str) -> Unit:
+        """`again`: a format of gradients in which a kernel runs once more for them, unless it ran in that."""
         op, role = options.op, options.role
+        repeats = role is Role.OUTPUT and op.kind in KERNEL_PRODUCTS and bool(again)
         i = self.moment[op.id]
         weights = [self.graph.tensor_by_id[t].numel for t in (f"param:{w}" for w in op.weights)
                    if t in self.graph.tensor_by_id] if op.op_class is OpClass.GEMM else []  # fmt: skip
@@ -227,7 +231,8 @@ class _Builder:
             weights = weights[:1]
         seconds, workspace, backward_workspace = [], [], []
         for f in options.formats:
-            seconds.append(self._seconds(op, role, f) if options.needed else 0.0)
+            more = self._seconds(op, role, again) / (1 + len(op.checkpoints)) if repeats and f != again else 0.0
+            seconds.append(self._seconds(op, role, f) + more if options.needed else 0.0)
             now, then = self._workspace(options, f, sum(weights)) if options.needed else (0, 0)
             made = self._weight_gradients(op)
             workspace.append(now + (made if role is Role.GRAD_WEIGHT and options.needed else 0))

@@ -124,8 +124,10 @@ class _Model:
 
     def roles(self, op: Op, name: str) -> Iterator[tuple[Role, float]]:
         """(role, seconds of one call) in a format."""
-        if not op.is_plain_product:
-            yield Role.OUTPUT, self._forward_and_backward(op, name)
+        if op.op_class is not OpClass.GEMM:
+            yield Role.OUTPUT, sum(self._forward_and_backward(op, name))
+        elif not op.is_plain_product:
+            yield from zip(op.roles, self._forward_and_backward(op, name), strict=True)
         elif not op.weights:
             yield from self._product_of_activations(op, name)
         else:
@@ -158,22 +160,22 @@ class _Model:
         products = (self.product(op.flops, b, n, name) for b, (_, n) in zip(beside, wanted, strict=True))
         yield Role.GRAD_INPUT, sum(products)
 
-    def _forward_and_backward(self, op: Op, name: str) -> float:
-        """An op with one role: a kernel forward, and one backward where a gradient is asked for. The products inside
-        attention and recurrent layers have two gradients, each with the forward's FLOPs."""
+    def _forward_and_backward(self, op: Op, name: str) -> tuple[float, float]:
+        """A kernel forward, and one backward where a gradient is asked for. The products inside attention and recurrent
+        layers have two gradients, each with the forward's FLOPs."""
         if op.op_class is OpClass.NORM and name == "fp16" and op.kind in _WIDE_NORMS:
             return self._norm_in_fp32(op, name)
         seconds = _runs(op) * self.kernel(op.flops, self._forward_bytes(op, name), name)
         size = self._backward_bytes(op, name)
-        return seconds + self.kernel(2 * op.flops, size, name) if size else seconds
+        return seconds, self.kernel(2 * op.flops, size, name) if size else 0.0
 
-    def _norm_in_fp32(self, op: Op, name: str) -> float:
+    def _norm_in_fp32(self, op: Op, name: str) -> tuple[float, float]:
         call, element = self.cast(name, "fp32")
         around = call + element * self._spec(op.outputs[0]).numel  # there or back: as many bytes
         forward = self.kernel(0, self._forward_bytes(op, "fp32"), "fp32")
         seconds = _runs(op) * (forward + 2 * around)
         size = self._backward_bytes(op, "fp32")
-        return seconds + 3 * around + forward + self.kernel(0, size, "fp32") if size else seconds
+        return seconds, 3 * around + forward + self.kernel(0, size, "fp32") if size else 0.0
 
     def _forward_bytes(self, op: Op, name: str) -> float:
         made = [self._spec(t) for t in op.outputs]

@@ -13,7 +13,7 @@ __all__ = ["Method", "With", "operands"]
 class With:
     """A function with its last arguments fixed: fx writes only plain values into the code that it generates."""
 
-    def __init__(self, function: Callable[..., Any], *fixed: Any, **named: Any) -> None:
+    def __init__(self, function: Callable[..., Any], /, *fixed: Any, **named: Any) -> None:
         self._function, self.fixed, self._named = function, fixed, named
         self.__name__, self.__module__ = function.__name__, function.__module__
 

@@ -30,6 +30,7 @@ from autoprec.numerics.casts import cast, enter_region, leave_region, saturating
 from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.gemm import conv, grouped_linear, linear, matmul, relu_keeping_bits
 from autoprec.numerics.keeping import keep_in, keeping, open_cell
+from autoprec.numerics.kernels import kernel
 from autoprec.numerics.lean import lean
 from autoprec.numerics.norms import norm
 from autoprec.numerics.packing import encode
@@ -290,6 +291,8 @@ class _Rewriter:
             spec = gemm_spec(formats, self.device_type, region or 0, local)
             a, b = (self.in_format(n, result_format(fmt), region) for n in operands(op.node))
             new = self.main = self.call(With(matmul, spec), (a, b))
+        elif formats.get(Role.GRAD_INPUT, fmt) != fmt:
+            new = self._kernel_of_two_formats(op, formats, region)
         elif fmt == _FP32:
             if op.kind == "relu" and self._stored(op.outputs[0]):
                 new = self.call(relu_keeping_bits, (self.in_format(op.inputs[0][0], _FP32),))
@@ -308,6 +311,19 @@ class _Rewriter:
         self.put(op.node, new, result_format(fmt))
         if region:
             self.region_of_value[op.node] = region
+
+    def _kernel_of_two_formats(self, op: OpNode, formats: dict[Role, str], region: int | None) -> fx.Node:
+        dropout = op.node.kwargs.get("dropout_p", op.node.args[4] if len(op.node.args) > 4 else 0.0)
+        if op.kind == "scaled_dot_product_attention" and dropout != 0.0:
+            raise PlanError(
+                f"the plan gives the gradients of {op.id} a format of their own, but it drops out ({dropout}): when it"
+                " runs again for them it would drop others; give both roles one format"
+            )
+        spec = gemm_spec(formats, self.device_type, region or 0, 0 if region else self.region.get(op.id, 0))
+        new = self.copy_main(op, lambda n: self.in_format(n, formats[Role.OUTPUT], region))
+        function = new.target if callable(new.target) else Method(str(new.target))
+        new.op, new.target = "call_function", With(kernel, function=function, spec=spec)
+        return new
 
     def _norm(self, op: OpNode, fmt: str, region: int | None) -> fx.Node:
         x = op.inputs[0][0]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoprec.graphs import KERNEL_PRODUCTS, OpClass
+from autoprec.graphs import KERNEL_PRODUCTS, OpClass, Role, roles_of
 from autoprec.tracing.checkpoints import Checkpoint
 from autoprec.tracing.gemms import GemmCall, gemm_call
 from autoprec.tracing.kinds import (
@@ -84,6 +84,11 @@ class OpNode:
     def is_plain_product(self) -> bool:
         """As in `graphs.Op`."""
         return self.op_class is OpClass.GEMM and self.kind not in KERNEL_PRODUCTS
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """As in `graphs.Op`."""
+        return roles_of(self.op_class, bool(self.weights))
 
 
 @dataclass(frozen=True, eq=False)

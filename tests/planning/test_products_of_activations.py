@@ -11,7 +11,7 @@ from autoprec.graphs import OpClass, OpGraph, Role, TensorKind
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.uniform import uniform_choice
 from autoprec.planning.values import Choice, Problem
-from tests.planning.planning_cases import Case, Maker, histogram, modelled_device, policy
+from tests.planning.planning_cases import Case, Maker, histogram, modelled_device, plan_of, policy
 
 SCORES = "m:matmul#1"
 
@@ -65,3 +65,37 @@ def test_casts_of_a_role_of_its_own_by_hand() -> None:
     casts = [("bf16", "fp32", 12), ("bf16", "fp32", 24 + 18), ("fp32", "bf16", 24)]
     expected = own["fp32"] - own["bf16"] + sum(made.device.cast_seconds(*cast) for cast in casts)
     assert found == pytest.approx(expected)
+
+
+def attention(*rules: dict[str, object], largest: float = 1.0) -> Case:
+    make = Maker(np.random.default_rng(0), calm=True)
+    x = make.tensor("input:x", (4, 5), kind=TensorKind.INPUT, grad=False)
+    q, k, v = (make.linear(x, 6, fqn=name) for name in "qkv")
+    out = make.op("scaled_dot_product_attention", OpClass.GEMM, (q, k, v), (4, 6), saves=(q, k, v))
+    graph = make.graph(out)
+    found = make.profile(graph)
+    wide = histogram(np.linspace(-largest, largest, 64))
+    tensors = tuple(replace(t, gradients=wide) if t.id == out else t for t in found.tensors)
+    return Case(graph, replace(found, tensors=tensors), modelled_device(graph), policy(("fp32", "bf16"), rules=rules))
+
+
+def test_the_gradients_of_a_kernel_follow_it() -> None:
+    """One kernel makes both: whatever is chosen for one holds for the other."""
+    problem = attention().problem()
+    output, gradients = (i for i, u in enumerate(problem.units) if "attention" in u.op)
+    assert (output, gradients) in problem.ties
+    by_role = {a.role: a.format for a in plan_of(attention()).assignments if "attention" in a.op}
+    assert len(set(by_role.values())) == 1
+    for role in ("output", "grad_input"):
+        floor = attention({"match": "*", "kinds": ["scaled_dot_product_attention"], "roles": [role], "floor": "bf16"})
+        assert {u.options for u in floor.problem().units if "attention" in u.op} == {("fp32", "bf16")}
+
+
+def test_a_rule_makes_two_of_a_kernel_at_the_price_of_running_it_again() -> None:
+    rule = {"match": "*", "kinds": ["scaled_dot_product_attention"], "roles": ["grad_input"], "pin": "fp32"}
+    plain, apart = attention().problem(), attention(rule).problem()
+    output, gradients = (i for i, u in enumerate(apart.units) if "attention" in u.op)
+    assert not apart.ties and apart.units[output].options == ("fp32", "bf16")
+    assert apart.units[gradients].options == ("fp32",)
+    wide, narrow = plain.units[output].seconds
+    assert apart.units[output].seconds == (wide, pytest.approx(narrow + wide))

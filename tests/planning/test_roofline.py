@@ -213,9 +213,10 @@ def test_attention_is_a_kernel_each_way_with_its_products_and_their_gradients() 
     q, k, v, y = (tensor(n, 2, 8, 4) for n in "qkvy")
     products = 2 * 2 * (2 * 8 * 8 * 4)
     graph = graph_of(OpClass.GEMM, "scaled_dot_product_attention", [q, k, v], y, flops=products, saves=("q", "k", "v"))
-    assert counted(graph, "flops")["output", "bf16"] == 3 * products
-    assert counted(graph, "launch")["output", "bf16"] == 2.0
-    assert counted(graph, "bandwidth")["output", "bf16"] == 2 * 64 * (4 + 1 + 3 + 3)
+    for role, flops, tensors in (("output", products, 4), ("grad_input", 2 * products, 1 + 3 + 3)):
+        assert counted(graph, "flops")[role, "bf16"] == flops
+        assert counted(graph, "launch")[role, "bf16"] == 1.0
+        assert counted(graph, "bandwidth")[role, "bf16"] == 2 * 64 * tensors
 
 
 def test_what_is_not_decided_or_not_known() -> None:

@@ -98,6 +98,7 @@ class _Stretched:
         self.units = self._layout([self.ops.block(self._forward(u.moment)) for u in t.units])
         self.tensors = self._layout([0 if i < 3 else self.ops.block(x.birth) for i, x in enumerate(t.tensors)])
         self.gemms = self._layout([self.ops.block(g.moment) for g in t.gemms])
+        self.ties = self._layout([self.ops.block(self._forward(t.units[a].moment)) for a, _ in t.ties])
         self.nodes = self._layout([self.ops.block(n.moment) for n in t.nodes])
 
     def _layout(self, blocks: list[int]) -> _Layout:
@@ -136,7 +137,9 @@ class _Stretched:
         self.residual = {i for i, x in enumerate(t.tensors) if len({u.moment for u in x.gradient_readers}) == 2}
         gemms = self._copies(self.gemms, t.gemms)
         # Variance adds up along the residual stream, so limits that would suit 64 blocks grow with more of them.
-        limits = (10.0 ** rng.uniform(0.5 - self.decades, 0.5, len(gemms)) * max(1.0, self.blocks / 64)).tolist()
+        row_of = {number: row for row in t.rows for number in row.gemms}
+        judged = [(n, row_of[g.number], k) for n, (g, k) in enumerate(gemms) if g.number in row_of]
+        limits = (10.0 ** rng.uniform(0.5 - self.decades, 0.5, len(judged)) * max(1.0, self.blocks / 64)).tolist()
         made = tuple(self._unit(u, k, slow, s) for (u, k), s in zip(units, spread, strict=True))
         return replace(
             t,
@@ -146,8 +149,10 @@ class _Stretched:
             gemms=tuple(self._gemm(g, k) for g, k in gemms),
             nodes=tuple(self._node(n, k) for n, k in self._copies(self.nodes, t.nodes)),
             rows=tuple(
-                self._row(t.rows[g.number], k, number, share)
-                for number, ((g, k), share) in enumerate(zip(gemms, limits, strict=True))
+                self._row(row, k, number, share) for (number, row, k), share in zip(judged, limits, strict=True)
+            ),
+            ties=tuple(
+                (a + k * self.units.each, b + k * self.units.each) for (a, b), k in self._copies(self.ties, t.ties)
             ),
             variances=len(tensors),
             fixed_bytes=t.fixed_bytes // 3 * self.blocks,
