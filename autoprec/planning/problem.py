@@ -25,17 +25,12 @@ from autoprec.formats import is_scaled, other_operand, result_format
 from autoprec.graphs import KERNEL_PRODUCTS, Op, OpClass, OpGraph, Role, TensorKind, TensorSpec, shared_path
 from autoprec.planning.gradients import gradient_nodes, variance_numbers
 from autoprec.planning.noise import saturates_by_design
-from autoprec.planning.options import (
-    Options,
-    decides,
-    in_place_pairs,
-    reads_narrow,
-    unit_options,
-)
+from autoprec.planning.options import Options, decides, in_place_pairs, reads_narrow, unit_options
 from autoprec.planning.pricing import Prices
+from autoprec.planning.products import Products
 from autoprec.planning.roots import Roots, resolve_roots
 from autoprec.planning.stores import Keeping, Stores
-from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit, Use, WeightRow, bytes_of
+from autoprec.planning.values import PlanTensor, Problem, Unit, Use, bytes_of
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
 
@@ -115,12 +110,13 @@ class _Builder:
         for t in graph.tensors:
             self.members.setdefault(self.roots.root_of[t.id], []).append(t)
         products = [op for op in graph.ops if Role.GRAD_INPUT in op.roles and decides(op, graph)]
-        self.gemm_of = {op.id: k for k, op in enumerate(products)}
-        weighted = {op.id: k for k, op in enumerate(products) if op.weights}
+        #: Of products with a weight, their places among all products.
+        self.weighted = {op.id: k for k, op in enumerate(products) if op.weights}
         self.numbers = variance_numbers(graph, self.roots)
         self.nodes = gradient_nodes(graph, self.roots, self.prices, self.unit_of, self.numbers)
+        self.products = Products(graph, self.roots, self.prices, self.unit_of, self.units, self.numbers, products)
         passing = {node.moment: node.inputs for node in self.nodes}
-        self.stores = Stores(graph, self.roots, self.prices, self.unit_of, weighted, self.numbers, passing)
+        self.stores = Stores(graph, self.roots, self.prices, self.unit_of, self.weighted, self.numbers, passing)
 
     def build(self, budget_bytes: int | None) -> Problem:
         graph, policy = self.graph, self.policy
@@ -131,7 +127,6 @@ class _Builder:
             if root in graph.producer or root in readers or root in savers
         )
         index = {t.id: i for i, t in enumerate(tensors)}
-        gemms = tuple(self._gemm(graph.op_by_id[op], index) for op in self.gemm_of)
         constant = sum(
             self.device.seconds_by_key.get((op.timing_key, Role.OUTPUT, "fp32"), 0.0) * op.calls
             for op in graph.ops
@@ -160,9 +155,9 @@ class _Builder:
             ops=tuple(op.id for op in graph.ops),
             units=self.units,
             tensors=tensors,
-            gemms=gemms,
+            gemms=self.products.gemms(index),
             nodes=self.nodes,
-            rows=self._rows(),
+            rows=self.products.rows(float(policy.noise.gradient)),
             variances=len(set(self.numbers.values())),
             ties=tuple(sorted((a, b) for a, b in ties if a != b)),
             casts=self.device.casts,
@@ -361,7 +356,7 @@ class _Builder:
         histogram = self.prices.values(root)
         readers_back, slices = self._gradient_readers(members) if activation else ((), ())
         kept = self.stores.of(root) if activation and spec.is_float32 else Keeping()
-        weights = [op in self.gemm_of for op in self.graph.readers.get(root, ()) if spec.kind is TensorKind.PARAMETER]
+        weights = [op in self.weighted for op in self.graph.readers.get(root, ()) if spec.kind is TensorKind.PARAMETER]
         return PlanTensor(
             id=root,
             numel=spec.numel,
@@ -415,47 +410,3 @@ class _Builder:
                         continue  # the gradient of a view is one of the tensor, sent by the readers of the view
                 readers[Use(moment=moment, unit=unit)] = None
         return tuple(sorted(readers, key=lambda use: use.moment)), tuple(slices)
-
-    # Weights
-
-    def _gemm(self, op: Op, index: dict[str, int]) -> Gemm:
-        unit = {role: self.unit_of[op.id, role] for role in op.roles}
-        x_noise, stored, arriving, upstream = self.prices.gemm_noise(op)
-        specs = self.graph.tensor_by_id
-        needed = self.units[unit[Role.GRAD_INPUT]].needed
-        read = op.inputs[:1] if op.weights else tuple(t for t in op.inputs if specs[t].is_float32)
-        of_gradients = [t for t in read if op.weights or specs[t].requires_grad]
-        return Gemm(
-            number=self.gemm_of[op.id],
-            op=op.id,
-            moment=self.moment[op.id],
-            output=unit[Role.OUTPUT],
-            grad_input=unit[Role.GRAD_INPUT],
-            grad_weight=unit.get(Role.GRAD_WEIGHT, unit[Role.GRAD_INPUT]),
-            x=index[self.roots.root_of[op.inputs[0]]],
-            x_numel=sum(specs[t].numel for t in of_gradients),
-            operands_numel=sum(specs[t].numel for t in read) if needed and not op.weights else 0,
-            out_numel=specs[op.outputs[0]].numel,
-            variance=self.numbers[op.outputs[0]],
-            has_grad_input=needed,
-            has_grad_weight=bool(op.weights) and self.units[unit[Role.GRAD_WEIGHT]].needed,
-            x_noise=tuple(x_noise.items()),
-            stored_noise=tuple(stored.items()),
-            gradient_noise=tuple(arriving.items()),
-            upstream=upstream,
-        )
-
-    def _rows(self) -> tuple[WeightRow, ...]:
-        by_weight: dict[str, list[int]] = {}
-        for op_id, k in self.gemm_of.items():
-            op = self.graph.op_by_id[op_id]
-            if self.prices.has_row(op) and not self.prices.unjudged(op):
-                by_weight.setdefault(op.weights[0], []).append(k)
-        inner = {w: ((self.numbers[f"param:{w}"], self.prices.weight_energy(w)),)
-                 for op in self.graph.ops for w in self.prices.inner_weights(op)}  # fmt: skip
-        squared = float(self.policy.noise.gradient) ** 2
-        return tuple(
-            WeightRow(weight=w, reference=(r := self.prices.reference(w)), limit=squared * r,
-                      gemms=tuple(by_weight.get(w, ())), passing=inner.get(w, ()))
-            for w in dict.fromkeys((*by_weight, *inner))
-        )  # fmt: skip

@@ -1,0 +1,75 @@
+"""The backward passes of products, and the limits on the gradients of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autoprec.graphs import Op, OpGraph, Role
+from autoprec.planning.pricing import Prices
+from autoprec.planning.roots import Roots
+from autoprec.planning.values import Gemm, Unit, WeightRow
+
+__all__ = ["Products"]
+
+
+class Products:
+    """All ops with a `grad_input` role, in forward order; their places here are their numbers."""
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        roots: Roots,
+        prices: Prices,
+        unit_of: Mapping[tuple[str, Role], int],
+        units: Sequence[Unit],
+        numbers: Mapping[str, int],
+        products: Sequence[Op],
+    ) -> None:
+        self._graph, self._roots, self._prices = graph, roots, prices
+        self._unit_of, self._units, self._numbers, self._products = unit_of, units, numbers, products
+        self._moment = {op.id: i for i, op in enumerate(graph.ops)}
+
+    def gemms(self, index: Mapping[str, int]) -> tuple[Gemm, ...]:
+        """`index`: places of root tensors in the problem."""
+        return tuple(self._gemm(op, k, index[self._roots.root_of[op.inputs[0]]]) for k, op in enumerate(self._products))
+
+    def _gemm(self, op: Op, number: int, x: int) -> Gemm:
+        unit = {role: self._unit_of[op.id, role] for role in op.roles}
+        x_noise, stored, arriving, upstream = self._prices.gemm_noise(op)
+        specs = self._graph.tensor_by_id
+        needed = self._units[unit[Role.GRAD_INPUT]].needed
+        read = op.inputs[:1] if op.weights else tuple(t for t in op.inputs if specs[t].is_float32)
+        of_gradients = [t for t in read if op.weights or specs[t].requires_grad]
+        return Gemm(
+            number=number,
+            op=op.id,
+            moment=self._moment[op.id],
+            output=unit[Role.OUTPUT],
+            grad_input=unit[Role.GRAD_INPUT],
+            grad_weight=unit.get(Role.GRAD_WEIGHT, unit[Role.GRAD_INPUT]),
+            x=x,
+            x_numel=sum(specs[t].numel for t in of_gradients),
+            operands_numel=sum(specs[t].numel for t in read) if needed and not op.weights else 0,
+            out_numel=specs[op.outputs[0]].numel,
+            variance=self._numbers[op.outputs[0]],
+            has_grad_input=needed,
+            has_grad_weight=bool(op.weights) and self._units[unit[Role.GRAD_WEIGHT]].needed,
+            x_noise=tuple(x_noise.items()),
+            stored_noise=tuple(stored.items()),
+            gradient_noise=tuple(arriving.items()),
+            upstream=upstream,
+        )
+
+    def rows(self, limit: float) -> tuple[WeightRow, ...]:
+        """One for each weight whose gradient can be judged; `limit` is the policy's `noise.gradient`."""
+        prices, by_weight = self._prices, dict[str, list[int]]()
+        for k, op in enumerate(self._products):
+            if prices.has_row(op) and not prices.unjudged(op):
+                by_weight.setdefault(op.weights[0], []).append(k)
+        inner = {w: ((self._numbers[f"param:{w}"], prices.weight_energy(w)),)
+                 for op in self._graph.ops for w in prices.inner_weights(op)}  # fmt: skip
+        return tuple(
+            WeightRow(weight=w, reference=(r := prices.reference(w)), limit=limit**2 * r,
+                      gemms=tuple(by_weight.get(w, ())), passing=inner.get(w, ()))
+            for w in dict.fromkeys((*by_weight, *inner))
+        )  # fmt: skip
