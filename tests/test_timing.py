@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import autoprec
 from autoprec.calibration import timing
+from autoprec.devices import Device
 from autoprec.graphs import Role
 from autoprec.numerics import gemm
 
@@ -57,6 +59,31 @@ def test_the_gradients_of_a_product_of_activations_are_timed_alone(monkeypatch: 
     assert made == []
     runs[Role.GRAD_INPUT, "bf16"]()
     assert made == [1]
+
+
+def test_a_device_from_before_a_role_was_timed_alone_is_asked_again() -> None:
+    """Its one figure was for the gradients as well."""
+    policy = autoprec.Policy(name="p", formats=("fp32", "bf16"), calibration={"steps": 2})
+    batches = [torch.randn(4, 8) for _ in range(2)]
+
+    def measured(device: Device | None) -> Device:
+        model = autoprec.compile(Scores(), policy=policy, batches=batches, loss_fn=lambda m, x: m(x).square().mean(),
+                                 device=device, events=None)  # fmt: skip
+        found = autoprec.session(model).device
+        assert found is not None
+        return found
+
+    now = measured(None)
+    products = {t.timing_key for t in now.timings if t.role == Role.GRAD_INPUT}
+    before = tuple(
+        replace(t, seconds=123.0) if t.timing_key in products else t for t in now.timings if t.role == Role.OUTPUT
+    )
+    again = measured(replace(now, timings=before))
+    assert products and set(again.seconds_by_key) == set(now.seconds_by_key)
+    assert max(again.seconds_by_key.values()) < 1.0
+    assert [t for t in again.timings if t.timing_key not in products] == [
+        t for t in before if t.timing_key not in products
+    ]
 
 
 def test_repeats_go_on_while_other_work_takes_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
