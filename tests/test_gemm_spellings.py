@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import autoprec
 from autoprec.graphs import Role
 from autoprec.numerics.dtypes import dtype_of
+from autoprec.numerics.kernels import kernel
+from autoprec.numerics.specs import gemm_spec
 from autoprec.plans import Assignment, Plan, Region, Storage
 
 
@@ -208,6 +210,16 @@ def test_gradients_of_a_kernel_have_a_format_of_their_own(kind: str, output: str
     expected = found[0] + 0.5 * (found[1] + (2.0 * found[2] if len(found) > 2 else 0.0))
     torch.testing.assert_close(x.grad, expected, rtol=2**-20, atol=2**-20 * float(expected.abs().max()))
     assert float(x.grad.abs().max()) > 0.0
+
+
+def test_the_result_of_such_a_kernel_may_be_changed_in_place() -> None:
+    """What einsum gives is a view."""
+    spec = gemm_spec({Role.OUTPUT: "fp32", Role.GRAD_INPUT: "bf16"}, "cpu")
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    y = kernel("bij,bkj->kib", x, x, function=torch.einsum, spec=spec)
+    y[0] = 0
+    y.sum().backward()
+    assert x.grad is not None and bool(x.grad.any())
 
 
 def test_attention_that_drops_out_runs_in_one_format() -> None:
