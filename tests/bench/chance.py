@@ -1,6 +1,6 @@
 """How much of a tournament is chance? `python -m tests.bench.chance [NAME ...]`: ten of them under one calibration.
 
-For each contestant the lowest and the highest measured ratio to FP32 in the same rounds, and how often it was adopted.
+For each contestant the lowest and the highest measured ratio to the one that ran first, and how often it was adopted.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ def main() -> None:
                 for c in plan.contestants:
                     if c.measured is not None:
                         ratios[c.name].append(c.measured.ratio)
+            first = next(name for name, seen in ratios.items() if set(seen) == {1.0})
             for name, seen in ratios.items():
-                print(f"{workload.name:12} {name:8} {min(seen):.3f} to {max(seen):.3f} of {plan.contestants[0].name}'s"
-                      f" step, adopted {adopted[name]} times of {TOURNAMENTS}", flush=True)  # fmt: skip
+                print(f"{workload.name:12} {name:8} {min(seen):.3f} to {max(seen):.3f} of the step of {first},"
+                      f" adopted {adopted[name]} times of {TOURNAMENTS}", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -175,8 +175,8 @@ PLAIN, AUTOCAST = "torch fp32", "torch autocast bf16"
 MIN_ROUNDS, MAX_ROUNDS, ROUND_SECONDS = 7, 41, 15.0
 
 
-def run_live(found: Calibrated, plans: Mapping[str, Plan | None]) -> dict[str, Live]:
-    """Every contestant's step, in turn. None as a plan is torch without us: `PLAIN` or `AUTOCAST`."""
+def run_live(found: Calibrated, plans: Mapping[str, Plan | None], seconds: float = ROUND_SECONDS) -> dict[str, Live]:
+    """Every contestant's step, in turn, for so long. None as a plan is torch without us: `PLAIN` or `AUTOCAST`."""
     torch._dynamo.reset()
     models: dict[str, nn.Module] = {}
     for name, plan in plans.items():
@@ -197,7 +197,7 @@ def run_live(found: Calibrated, plans: Mapping[str, Plan | None]) -> dict[str, L
         step(name, found.batches[0])
         step(name, found.batches[0])
     k, started = 0, time.perf_counter()
-    while k < MIN_ROUNDS or (k < MAX_ROUNDS and time.perf_counter() - started < ROUND_SECONDS):
+    while k < MIN_ROUNDS or (k < MAX_ROUNDS and time.perf_counter() - started < seconds):
         for name in models:
             begin = time.perf_counter()
             step(name, found.batches[k % len(found.batches)])
@@ -206,11 +206,11 @@ def run_live(found: Calibrated, plans: Mapping[str, Plan | None]) -> dict[str, L
     peaks = {n: peak_bytes(lambda n=n: step(n, found.batches[0]), torch.device("cpu")) for n in models}
     first = next(iter(taken.values()))
     results = {}
-    for name, seconds in taken.items():
-        ratios = [a / b for a, b in zip(seconds, first, strict=True)]
+    for name, own in taken.items():
+        ratios = [a / b for a, b in zip(own, first, strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4)
         results[name] = Live(
-            seconds=statistics.median(seconds),
+            seconds=statistics.median(own),
             ratio=statistics.median(ratios),
             spread=(low, high),
             peak_bytes=peaks[name],
