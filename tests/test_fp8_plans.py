@@ -21,6 +21,7 @@ from autoprec.numerics import gemm, products
 from autoprec.plans import Assignment, Plan, Storage
 from autoprec.policies import Policy
 from autoprec.reporting.differences import differences
+from autoprec.reporting.plans import summary
 
 
 class Net(nn.Module):
@@ -113,6 +114,8 @@ def test_scales_by_row_are_a_policys_to_ask_for(stored: bool) -> None:
         found[scales] = plan
     assert found["tensorwise"].fingerprint != found["rowwise"].fingerprint
     assert not differences(*found.values()).same_decisions
+    said = [str(summary(plan)) for plan in (*found.values(), Plan(assignments=(), scales="rowwise"))]
+    assert ["by row" in text for text in said] == [False, True, False]
     wide = torch.randn(6, 16) * torch.tensor([1e8, 1, 1, 1, 1, 1])[:, None]
     spread = Spread()
     storages = (Storage(tensor=":mul#0", format="fp8_e4m3", reason="test"),) if stored else ()

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoprec.errors import InputError, nearest
+from autoprec.formats import is_scaled
 from autoprec.graphs import Role
 from autoprec.planning.reasons import bytes_text, seconds_text
 from autoprec.plans import AS_IS, Assignment, Plan, Storage, Totals
@@ -167,10 +168,11 @@ def device_line(plan: Plan) -> Text:
 def summary(plan: Plan) -> Text:
     """Policy, formats, budget, gap and what holds the plan back, one a line."""
     peak = "none" if plan.budget_bytes is None else f"{bytes_text(plan.budget_bytes)} ({plan.budget_bytes} bytes)"
+    by_row = plan.scales == "rowwise" and any(is_scaled(a.format) for a in plan.assignments)
     lines = {
         "policy": plan.policy or "unknown",
         "device": plan.device or "unknown",
-        "formats": (", ".join(plan.formats_used()) or "fp32") + (", scales by row" if plan.scales == "rowwise" else ""),
+        "formats": (", ".join(plan.formats_used()) or "fp32") + (", scales by row" if by_row else ""),
         "budget": peak,
         "gap": "proven optimal" if plan.gap <= 0.0 else f"at most {100 * plan.gap:.2g} % above the optimum",
         "binding": plan.binding,
