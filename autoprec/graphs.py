@@ -20,13 +20,13 @@ from autoprec.errors import InputError
 
 __all__ = [
     "KERNEL_PRODUCTS",
+    "Decided",
     "Op",
     "OpClass",
     "OpGraph",
     "Role",
     "TensorKind",
     "TensorSpec",
-    "roles_of",
     "shared_path",
 ]
 
@@ -74,12 +74,25 @@ class OpClass(StrEnum):
     UNKNOWN = "unknown"
 
 
-def roles_of(op_class: OpClass, weighted: bool) -> tuple[Role, ...]:
-    """The roles that are decided for an op of a class (none for views, wide and unknown ops), `weighted` if it is a
-    product with a parameter."""
-    if op_class is OpClass.GEMM:
-        return (Role.OUTPUT, Role.GRAD_INPUT, Role.GRAD_WEIGHT) if weighted else (Role.OUTPUT, Role.GRAD_INPUT)
-    return (Role.OUTPUT,) if op_class in (OpClass.POINTWISE, OpClass.NORM, OpClass.RECURRENT) else ()
+class Decided:
+    """What its kind says of the decisions for an op; of ops of graphs and of the nodes that they stand for alike."""
+
+    kind: str
+    op_class: OpClass
+    weights: tuple[str, ...]
+
+    @property
+    def is_plain_product(self) -> bool:
+        """Whether it is a product that we multiply ourselves, operand by operand."""
+        return self.op_class is OpClass.GEMM and self.kind not in KERNEL_PRODUCTS
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles that are decided for it (none for views, wide and unknown ops)."""
+        if self.op_class is OpClass.GEMM:
+            of_weight = (Role.GRAD_WEIGHT,) if self.weights else ()
+            return (Role.OUTPUT, Role.GRAD_INPUT, *of_weight)
+        return (Role.OUTPUT,) if self.op_class in (OpClass.POINTWISE, OpClass.NORM, OpClass.RECURRENT) else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +133,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Op:
+class Op(Decided):
     """One operation.
 
     Attributes:
@@ -160,16 +173,6 @@ class Op:
         check_amount(self.flops, "flops", InputError, "flops")
         check_amount(self.private_saved_bytes, "private_saved_bytes", InputError, "private_saved_bytes")
         check_amount(self.calls, "calls", InputError, "calls", least=1)
-
-    @property
-    def is_plain_product(self) -> bool:
-        """Whether it is a product that we multiply ourselves, operand by operand."""
-        return self.op_class is OpClass.GEMM and self.kind not in KERNEL_PRODUCTS
-
-    @property
-    def roles(self) -> tuple[Role, ...]:
-        """The roles that are decided for this op."""
-        return roles_of(self.op_class, bool(self.weights))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,9 +12,6 @@ from torch import Tensor, nn
 
 import autoprec
 from autoprec.graphs import Role
-from autoprec.numerics.dtypes import dtype_of
-from autoprec.numerics.kernels import kernel
-from autoprec.numerics.specs import gemm_spec
 from autoprec.plans import Assignment, Plan, Region, Storage
 
 
@@ -154,85 +150,6 @@ def test_gradients_of_a_product_of_activations_have_a_format_of_their_own() -> N
         assert 0.0 < float((found - gradient).norm() / gradient.norm()) < most
     found_y, found = of_squared(output="bf16", grad_input="fp32")
     assert 0.0 < float((found_y - y).norm() / y.norm()) < 2**-7
-
-
-KERNELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "scaled_dot_product_attention": lambda x, z: F.scaled_dot_product_attention(x, z, 2.0 * z, is_causal=True),
-    "einsum": lambda x, z: torch.einsum("bij,bkj->bik", x, z),
-    "baddbmm": lambda x, z: torch.baddbmm(x, z @ x.mT, z),
-}
-
-
-class InKernel(nn.Module):
-    """A product inside a kernel of torch's, of two activations."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.gain, self.kind = nn.Parameter(torch.full((8,), 0.5)), kind
-
-    def forward(self, x: Tensor) -> Tensor:
-        return KERNELS[self.kind](x, self.gain * x)
-
-
-@pytest.mark.parametrize("kind", list(KERNELS))
-@pytest.mark.parametrize(("output", "grad_input"), [("bf16", "fp32"), ("fp32", "bf16"), ("fp32", "fp16")])
-def test_gradients_of_a_kernel_have_a_format_of_their_own(kind: str, output: str, grad_input: str) -> None:
-    """Bitwise the kernel in one format, and its gradients by autograd in the other."""
-    model, scale = InKernel(kind), 20 if grad_input == "fp16" else 0
-    op = f":{kind}#0"
-    roles = {Role.OUTPUT: output, Role.GRAD_INPUT: grad_input}
-    assignments = tuple(Assignment(op=op, role=r, format=f, reason="") for r, f in roles.items())
-    regions = (Region(ops=(op,), scale_log2=scale, reason=""),) if scale else ()
-    autoprec.compile(model, plan=Plan(assignments=assignments, regions=regions), events=None)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 8, 8, generator=generator).requires_grad_()
-    y = model(x)
-    g = 1e-6 * torch.randn(y.shape, generator=generator)
-    y.backward(g)
-    z = (0.5 * x.detach()).requires_grad_()
-    own = x.detach().requires_grad_()
-    first, second = dtype_of(output), dtype_of(grad_input)
-    # What feeds the kernel is in FP32.
-    if kind == "baddbmm":
-        operands, run = [own, z.detach() @ own.detach().mT, z], torch.baddbmm
-    elif kind == "einsum":
-        operands, run = [own, z], KERNELS[kind]
-    else:
-        operands, run = [own, z, 2.0 * z], partial(F.scaled_dot_product_attention, is_causal=True)
-    narrow = [t.detach().to(first) for t in operands]
-    assert torch.equal(y, run(*narrow).float())
-    again = [t.to(second).requires_grad_() for t in narrow]
-    arriving = (g.to(first).float() * 2.0**scale).to(second)
-    found = [t.float() * 2.0**-scale for t in torch.autograd.grad(run(*again), again, arriving)]
-    found = [t.to(first).float() for t in found]
-    if kind == "baddbmm":
-        found = [found[0] + found[1].mT @ z.detach(), found[2] + found[1] @ own.detach()]
-    expected = found[0] + 0.5 * (found[1] + (2.0 * found[2] if len(found) > 2 else 0.0))
-    torch.testing.assert_close(x.grad, expected, rtol=2**-20, atol=2**-20 * float(expected.abs().max()))
-    assert float(x.grad.abs().max()) > 0.0
-
-
-def test_the_result_of_such_a_kernel_may_be_changed_in_place() -> None:
-    """What einsum gives is a view."""
-    spec = gemm_spec({Role.OUTPUT: "fp32", Role.GRAD_INPUT: "bf16"}, "cpu")
-    x = torch.randn(2, 3, 4, requires_grad=True)
-    y = kernel("bij,bkj->kib", x, x, function=torch.einsum, spec=spec)
-    y[0] = 0
-    y.sum().backward()
-    assert x.grad is not None and bool(x.grad.any())
-
-
-def test_attention_that_drops_out_runs_in_one_format() -> None:
-    class Dropping(InKernel):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(x, self.gain * x, x, dropout_p=0.5)
-
-    roles = {Role.OUTPUT: "bf16", Role.GRAD_INPUT: "fp32"}
-    plan = Plan(assignments=tuple(Assignment(op=":scaled_dot_product_attention#0", role=r, format=f, reason="")
-                                  for r, f in roles.items()))  # fmt: skip
-    model = autoprec.compile(Dropping(""), plan=plan, events=None)
-    with pytest.raises(autoprec.PlanError, match="it would drop others; give both roles one format"):
-        model(torch.randn(2, 8, 8))
 
 
 @torch.library.custom_op("autoprec_tests::grouped_mm_fallback", mutates_args=())

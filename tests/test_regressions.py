@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -43,13 +44,13 @@ def steps(model: nn.Module, x: Tensor, count: int = 10) -> list[float]:
     return losses
 
 
-def same_as_plain(model: nn.Module, x: Tensor, policy: str, tolerance: float) -> None:
+def largest_difference(model: nn.Module, x: Tensor, policy: str) -> float:
+    """Between the losses of ten steps, planned in the ninth, and those of the plain model, relative to them."""
     plain = copy.deepcopy(model)
     expected = steps(plain, x)
     found = steps(autoprec.compile(model, policy=policy), x)
     assert autoprec.session(model).plan is not None
-    for a, b in zip(expected, found, strict=True):
-        assert b == pytest.approx(a, rel=tolerance)
+    return max(abs(a - b) / abs(a) if math.isfinite(b) else math.inf for a, b in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -90,7 +91,7 @@ def test_causal_attention_as_people_write_it(policy: str, fill: float) -> None:
         mask = torch.ones(5, 5).triu(1).bool()
         return scores.masked_fill(mask, fill).softmax(-1) @ q
 
-    same_as_plain(Body(body, q=nn.Linear(8, 8)), torch.randn(2, 5, 8), policy, 0.02)
+    assert largest_difference(Body(body, q=nn.Linear(8, 8)), torch.randn(2, 5, 8), policy) < 0.02
 
 
 def test_a_copy_that_is_changed_in_place_is_not_made_again() -> None:
@@ -100,7 +101,7 @@ def test_a_copy_that_is_changed_in_place_is_not_made_again() -> None:
         c[:, :4] = 0
         return m.b(c)
 
-    same_as_plain(Body(body, a=nn.Linear(8, 8), b=nn.Linear(8, 8)), torch.randn(6, 8), "bf16", 0.02)
+    assert largest_difference(Body(body, a=nn.Linear(8, 8), b=nn.Linear(8, 8)), torch.randn(6, 8), "bf16") < 0.02
 
 
 def test_a_copy_from_before_a_change_in_place_is_kept() -> None:
@@ -110,7 +111,7 @@ def test_a_copy_from_before_a_change_in_place_is_kept() -> None:
         h.mul_(3.0)
         return m.a(c)
 
-    same_as_plain(Body(body, a=nn.Linear(8, 8)), torch.randn(6, 8), "bf16", 0.02)
+    assert largest_difference(Body(body, a=nn.Linear(8, 8)), torch.randn(6, 8), "bf16") < 0.02
 
 
 @pytest.mark.parametrize("policy", ["memory", "bf16"])
@@ -120,7 +121,7 @@ def test_parts_of_a_narrow_result(policy: str) -> None:
         return torch.cat([u.softmax(-1), v], -1)
 
     model = Body(body, a=nn.Linear(8, 8))
-    same_as_plain(model, torch.randn(6, 8), policy, 0.02)
+    assert largest_difference(model, torch.randn(6, 8), policy) < 0.02
     assert model(torch.randn(6, 8)).dtype is torch.float32
 
 
@@ -183,7 +184,7 @@ def test_equal_calls_that_are_decided_and_not_are_timed_apart() -> None:
         h.add_(torch.sin(m.b(x)))
         return h + k
 
-    same_as_plain(Body(body, a=nn.Linear(8, 8), b=nn.Linear(8, 8)), torch.randn(6, 8), "memory", 0.02)
+    assert largest_difference(Body(body, a=nn.Linear(8, 8), b=nn.Linear(8, 8)), torch.randn(6, 8), "memory") < 0.02
 
 
 class Breaking(nn.Module):
@@ -221,7 +222,7 @@ def test_complex_parameters() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.lin((x * self.w).abs())
 
-    same_as_plain(Phase(), torch.randn(4, 8), "bf16", 0.02)
+    assert largest_difference(Phase(), torch.randn(4, 8), "bf16") < 0.02
 
 
 def poison(model: nn.Module) -> bool:
@@ -329,14 +330,14 @@ def test_a_gru_with_many_sequence_lengths() -> None:
 
 def test_a_pin_does_not_overrule_the_users_own_cast() -> None:
     model = Body(lambda m, x: m.b(torch.relu(m.a(x).float())), a=nn.Linear(8, 8), b=nn.Linear(8, 1))
-    same_as_plain(model, torch.randn(4, 8), "bf16", 0.02)
+    assert largest_difference(model, torch.randn(4, 8), "bf16") < 0.02
     executed = autoprec.session(model).executed_formats()
     assert (executed["a:linear#0"], executed[":relu#0"], executed["b:linear#0"]) == ("bf16", "fp32", "bf16")
 
 
 def test_bits_of_a_narrow_value_are_those_of_fp32() -> None:
     model = Body(lambda m, x: m.a(x) * (m.a(x).view(torch.int32) >= 0), a=nn.Linear(8, 8))
-    same_as_plain(model, torch.randn(4, 8), "bf16", 0.05)
+    assert largest_difference(model, torch.randn(4, 8), "bf16") < 0.05
 
 
 def test_an_unknown_storage_is_refused() -> None:

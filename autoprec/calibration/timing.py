@@ -156,7 +156,7 @@ def _candidates(case: TimingCase, formats: Iterable[str]) -> tuple[str, ...]:
         return ()
     if case.op.op_class is OpClass.WIDE and not case.op.kind.startswith("hop."):
         return ("fp32",)  # nothing to decide, but its seconds and its workspace count
-    if case.op.op_class not in (OpClass.GEMM, OpClass.POINTWISE, OpClass.NORM, OpClass.RECURRENT):
+    if not case.op.roles:
         return ()
     taken = (f for f in formats if case.op.is_plain_product or not is_scaled(f))
     return ("fp32",) if case.op.pinned else tuple(dict.fromkeys(("fp32", *taken)))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from autoprec.numerics.casts import saturating_cast
 from autoprec.numerics.double_backward import refuse_double_backward
 from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.products import GemmSpec
@@ -33,10 +34,13 @@ class _Kernel(torch.autograd.Function):
         refuse_double_backward("a kernel whose gradients have a format of their own")
         spec: GemmSpec = ctx.spec
         fmt, operands = spec.grad_input, ctx.saved_tensors
-        again = [x.detach().to(dtype_of(fmt)) if x.is_floating_point() else x for x in operands]
-        wanted = [i for i in range(len(again)) if ctx.needs_input_grad[2 + i]]
-        for i in wanted:
-            again[i] = again[i].requires_grad_()
+        wanted = [i for i in range(len(operands)) if ctx.needs_input_grad[2 + i]]
+        again = list(operands)
+        for i, x in enumerate(operands):
+            if i in wanted:
+                again[i] = x.detach().to(dtype_of(fmt)).requires_grad_()
+            elif x.is_floating_point():  # a mask: its huge values must not become −inf, and a masked row NaN
+                again[i] = saturating_cast(x, dtype_of(fmt))
         with torch.enable_grad():
             y = ctx.run(*again)
         arriving = spec.gradient(grad, fmt).to(y.dtype)

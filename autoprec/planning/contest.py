@@ -11,8 +11,8 @@ from autoprec.plans import Contestant, Measurement, Plan
 
 __all__ = ["adopt", "runners"]
 
-#: Contestants within this share of the fastest are as fast: the ratio of the same two differed by up to 3.5 % in ten
-#: tournaments of a small network (docs/measurements/suite.md), and how it falls must not decide what a step holds.
+#: Contestants within this share of the fastest are as fast: in ten tournaments of a small network one of two took 1.001
+#: to 1.020 of the other's step (docs/measurements/suite.md), and how that falls must not decide what a step holds.
 _TIE_FRAC = 0.02
 
 

@@ -102,8 +102,10 @@ class _Builder:
                                for k in range(1, len(op.checkpoints) + 1)}  # fmt: skip
         options = unit_options(graph, self.roots, self.prices, policy, device, banned)
         self.unit_of = {(o.op.id, o.role): i for i, o in enumerate(options)}
-        again = {o.op.id: o.formats[0] for o in options if o.role is Role.GRAD_INPUT and not o.one_kernel and o.needed}
-        self.units = tuple(self._unit(o, again.get(o.op.id, "")) for o in options)
+        #: By kernel, the format of gradients in which it runs once more for them, unless it ran in that.
+        self.again = {o.op.id: o.formats[0] for o in options if o.role is Role.GRAD_INPUT and o.needed
+                      and o.op.kind in KERNEL_PRODUCTS and not o.one_kernel}  # fmt: skip
+        self.units = tuple(self._unit(o) for o in options)
         of = self.unit_of
         self.kernels = {(of[o.op.id, Role.OUTPUT], of[o.op.id, o.role]) for o in options if o.one_kernel}
         self.members: dict[str, list[TensorSpec]] = {}
@@ -215,10 +217,9 @@ class _Builder:
             )
         return found * op.calls
 
-    def _unit(self, options: Options, again: str) -> Unit:
-        """`again`: a format of gradients in which a kernel runs once more for them, unless it ran in that."""
+    def _unit(self, options: Options) -> Unit:
         op, role = options.op, options.role
-        repeats = role is Role.OUTPUT and op.kind in KERNEL_PRODUCTS and bool(again)
+        again = self.again.get(op.id) if role is Role.OUTPUT else None
         i = self.moment[op.id]
         weights = [self.graph.tensor_by_id[t].numel for t in (f"param:{w}" for w in op.weights)
                    if t in self.graph.tensor_by_id] if op.op_class is OpClass.GEMM else []  # fmt: skip
@@ -226,8 +227,9 @@ class _Builder:
             weights = weights[:1]
         seconds, workspace, backward_workspace = [], [], []
         for f in options.formats:
-            more = self._seconds(op, role, again) / (1 + len(op.checkpoints)) if repeats and f != again else 0.0
-            seconds.append(self._seconds(op, role, f) + more if options.needed else 0.0)
+            seconds.append(self._seconds(op, role, f) if options.needed else 0.0)
+            if again is not None and f != again:
+                seconds[-1] += self._seconds(op, role, again) / (1 + len(op.checkpoints))
             now, then = self._workspace(options, f, sum(weights)) if options.needed else (0, 0)
             made = self._weight_gradients(op)
             workspace.append(now + (made if role is Role.GRAD_WEIGHT and options.needed else 0))

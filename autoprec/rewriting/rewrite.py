@@ -34,6 +34,7 @@ from autoprec.numerics.kernels import kernel
 from autoprec.numerics.lean import lean
 from autoprec.numerics.norms import norm
 from autoprec.numerics.packing import encode
+from autoprec.numerics.products import GemmSpec
 from autoprec.numerics.specs import NORM_SIGNATURE, conv_options, fit_scalars, gemm_spec, norm_call
 from autoprec.plans import AS_IS, Plan
 from autoprec.rewriting.calls import Method, With, operands
@@ -277,18 +278,20 @@ class _Rewriter:
         self.put(op.node, new, fmt, changed)
 
     def visit_planned(self, op: OpNode) -> None:
-        if op.op_class not in (OpClass.GEMM, OpClass.POINTWISE, OpClass.NORM, OpClass.RECURRENT):
+        if not op.roles:
             raise PlanError(f"the plan gives {op.id} a format, but {op.kind} is {op.op_class.value}: it takes none")
         formats = {role: f for role in Role if (f := self.plan.format_of.get((op.id, role))) is not None}
         fmt = formats[Role.OUTPUT]
+        if foreign := [role for role, f in formats.items() if role not in op.roles and f != fmt]:
+            known = " and ".join(op.roles)
+            raise PlanError(f"the plan gives {op.id} a format for {foreign[0]}, but {op.kind} has {known} alone")
         if not op.is_plain_product and any(map(is_scaled, formats.values())):
             raise PlanError(f"the plan gives {op.id} {fmt}, in which products alone are computed; {op.kind} is none")
         region = self.region.get(op.id) if fmt == "fp16" else None
         if op.gemm is not None:
             new = self._weighted_gemm(op, op.gemm, formats, region)
         elif op.is_plain_product and set(formats.values()) != {_FP32}:
-            local = 0 if region else self.region.get(op.id, 0)
-            spec = gemm_spec(formats, self.device_type, region or 0, local)
+            spec = self._spec(op, formats, region)
             a, b = (self.in_format(n, result_format(fmt), region) for n in operands(op.node))
             new = self.main = self.call(With(matmul, spec), (a, b))
         elif formats.get(Role.GRAD_INPUT, fmt) != fmt:
@@ -312,6 +315,11 @@ class _Rewriter:
         if region:
             self.region_of_value[op.node] = region
 
+    def _spec(self, op: OpNode, formats: dict[Role, str], region: int | None, *, rowwise: bool = False) -> GemmSpec:
+        # FP16 in gradient roles alone: what arrives carries no scale yet.
+        local = 0 if region else self.region.get(op.id, 0)
+        return gemm_spec(formats, self.device_type, region or 0, local, rowwise=rowwise)
+
     def _kernel_of_two_formats(self, op: OpNode, formats: dict[Role, str], region: int | None) -> fx.Node:
         dropout = op.node.kwargs.get("dropout_p", op.node.args[4] if len(op.node.args) > 4 else 0.0)
         if op.kind == "scaled_dot_product_attention" and dropout != 0.0:
@@ -319,7 +327,7 @@ class _Rewriter:
                 f"the plan gives the gradients of {op.id} a format of their own, but it drops out ({dropout}): when it"
                 " runs again for them it would drop others; give both roles one format"
             )
-        spec = gemm_spec(formats, self.device_type, region or 0, 0 if region else self.region.get(op.id, 0))
+        spec = self._spec(op, formats, region)
         new = self.copy_main(op, lambda n: self.in_format(n, formats[Role.OUTPUT], region))
         function = new.target if callable(new.target) else Method(str(new.target))
         new.op, new.target = "call_function", With(kernel, function=function, spec=spec)
@@ -373,9 +381,7 @@ class _Rewriter:
             shared = storage == fmt and not rowwise
             what = f"{fmt} by row" if rowwise else fmt
             operand = kept if shared else self._shared(x, what, With(encode, fmt, rowwise=rowwise), (x_new,))
-        # FP16 in gradient roles alone: what arrives carries no scale yet.
-        local = 0 if region else self.region.get(op.id, 0)
-        spec = gemm_spec(formats, self.device_type, region or 0, local, rowwise=rowwise)
+        spec = self._spec(op, formats, region, rowwise=rowwise)
         if gemm.offs is not None:
             offs = self.as_written(gemm.offs)
             return self.call(With(grouped_linear, spec), (x_new, weight, offs, kept), operand=operand)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoprec.graphs import KERNEL_PRODUCTS, OpClass, Role, roles_of
+from autoprec.graphs import KERNEL_PRODUCTS, Decided, OpClass
 from autoprec.tracing.checkpoints import Checkpoint
 from autoprec.tracing.gemms import GemmCall, gemm_call
 from autoprec.tracing.kinds import (
@@ -48,7 +48,7 @@ class SiteRegister:
 
 
 @dataclass(frozen=True, eq=False)
-class OpNode:
+class OpNode(Decided):
     """One op of a bound template.
 
     Attributes:
@@ -79,16 +79,6 @@ class OpNode:
     checkpoints: tuple[str, ...]
     transformed: bool
     gemm: GemmCall | None
-
-    @property
-    def is_plain_product(self) -> bool:
-        """As in `graphs.Op`."""
-        return self.op_class is OpClass.GEMM and self.kind not in KERNEL_PRODUCTS
-
-    @property
-    def roles(self) -> tuple[Role, ...]:
-        """As in `graphs.Op`."""
-        return roles_of(self.op_class, bool(self.weights))
 
 
 @dataclass(frozen=True, eq=False)

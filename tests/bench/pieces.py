@@ -45,12 +45,15 @@ def main() -> None:
     torch.manual_seed(0)
     wide = torch.randn(1 << SIZES[-1])
     narrow, channels = wide.bfloat16(), wide.bfloat16().view(64, 64, 32, 32)
+    rows = narrow.view(-1, 1024)
     packed = packing.encode(wide, "fp8_e4m3")
     cases: list[tuple[str, Callable[[], object], Callable[[int], None]]] = [
         ("FP32 to E4M3", lambda: packing.encode(wide, "fp8_e4m3"), pack_in),
         ("BF16 to E4M3", lambda: packing.encode(narrow, "fp8_e4m3"), pack_in),
         ("E4M3 to FP32", lambda: packing.decode(packed, torch.float32), pack_in),
         ("sums over channels, BF16", lambda: gemm._channel_sums(channels, "fp32"), sum_in),
+        ("sums over rows, BF16", lambda: gemm._channel_sums(rows, "fp32"), sum_in),
+        ("the same, rounded to BF16", lambda: gemm._channel_sums(rows, "bf16"), sum_in),
     ]
     print(f"{wide.numel()} elements; milliseconds, median (quartiles), by elements of a piece")
     print(f"{'':26}" + "".join(f"{1 << size:>20,}" for size in SIZES), flush=True)
