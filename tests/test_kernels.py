@@ -84,13 +84,15 @@ def test_the_result_of_such_a_kernel_may_be_changed_in_place() -> None:
     assert x.grad is not None and bool(x.grad.any())
 
 
-def test_a_masked_row_has_a_gradient_in_the_other_format() -> None:
-    """The lowest FP32 number would be −inf in BF16, and a row of nothing but −inf NaN."""
+def test_a_masked_row_has_its_gradient_in_the_other_format() -> None:
+    """The lowest FP32 number would be −inf in BF16: such a row sees nothing, in FP32 all alike."""
     spec = gemm_spec({Role.OUTPUT: "fp32", Role.GRAD_INPUT: "bf16"}, "cpu")
     x = torch.randn(2, 4, 8, requires_grad=True)
     mask = torch.zeros(4, 4).index_fill(0, torch.tensor([1]), torch.finfo(torch.float32).min)
-    kernel(x, x, x, attn_mask=mask, function=F.scaled_dot_product_attention, spec=spec).sum().backward()
-    assert x.grad is not None and bool(x.grad.isfinite().all())
+    g = torch.randn(2, 4, 8)
+    (plain,) = torch.autograd.grad(F.scaled_dot_product_attention(x, x, x, attn_mask=mask), x, g)
+    kernel(x, x, x, attn_mask=mask, function=F.scaled_dot_product_attention, spec=spec).backward(g)
+    assert x.grad is not None and float((x.grad - plain).norm()) < 0.02 * float(plain.norm())
 
 
 @pytest.mark.parametrize("role", [Role.GRAD_INPUT, Role.GRAD_WEIGHT])

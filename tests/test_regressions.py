@@ -89,6 +89,7 @@ def test_causal_attention_as_people_write_it(policy: str, fill: float) -> None:
         q = m.q(x)
         scores = q @ q.transpose(-1, -2)
         mask = torch.ones(5, 5).triu(1).bool()
+        mask[0] = True  # padding: in FP32 such a row looks at everything alike
         return scores.masked_fill(mask, fill).softmax(-1) @ q
 
     assert largest_difference(Body(body, q=nn.Linear(8, 8)), torch.randn(2, 5, 8), policy) < 0.02
@@ -96,7 +97,7 @@ def test_causal_attention_as_people_write_it(policy: str, fill: float) -> None:
 
 def test_a_copy_that_is_changed_in_place_is_not_made_again() -> None:
     def body(m: Any, x: Tensor) -> Tensor:
-        h = m.a(x).softmax(-1)
+        h = torch.exp(m.a(x))
         c = h.clone()
         c[:, :4] = 0
         return m.b(c)
@@ -108,7 +109,7 @@ def test_a_copy_from_before_a_change_in_place_is_kept() -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         h = torch.sin(x)
         c = h.flip(0)
-        h.mul_(3.0)
+        h[:, :4] = 3.0
         return m.a(c)
 
     assert largest_difference(Body(body, a=nn.Linear(8, 8)), torch.randn(6, 8), "bf16") < 0.02
@@ -181,8 +182,9 @@ def test_equal_calls_that_are_decided_and_not_are_timed_apart() -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         h = m.a(x)
         k = h * 1.0
+        seen = h.view(-1)  # so the change stays one in place
         h.add_(torch.sin(m.b(x)))
-        return h + k
+        return h + k + seen.mean()
 
     assert largest_difference(Body(body, a=nn.Linear(8, 8), b=nn.Linear(8, 8)), torch.randn(6, 8), "memory") < 0.02
 
