@@ -143,7 +143,7 @@ class _Check:
         p = self.problem
         for i, node in enumerate(p.nodes):
             at: At = ("problem", "nodes", i)
-            self.index((*at, "moment"), node.moment, self.ops, "moment")
+            self.index((*at, "moment"), node.moment, 2 * self.ops, "moment")
             self.shares((*at, "outputs"), node.outputs)
             self.shares((*at, "inputs"), node.inputs)
             self.indices((*at, "units"), node.units, len(p.units), "unit")

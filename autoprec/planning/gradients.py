@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autoprec.graphs import Op, OpGraph, Role, TensorKind
+from autoprec.planning.activations import Activations
 from autoprec.planning.options import decides
 from autoprec.planning.pricing import Prices
 from autoprec.planning.roots import Roots
@@ -27,7 +28,12 @@ def variance_numbers(graph: OpGraph, roots: Roots) -> dict[str, int]:
 
 
 def gradient_nodes(
-    graph: OpGraph, roots: Roots, prices: Prices, unit_of: dict[tuple[str, Role], int], numbers: dict[str, int]
+    graph: OpGraph,
+    roots: Roots,
+    prices: Prices,
+    unit_of: dict[tuple[str, Role], int],
+    numbers: dict[str, int],
+    activations: Activations,
 ) -> tuple[GradientNode, ...]:
     """One node per op that passes gradients on (views that share memory pass them on as they are)."""
     specs = graph.tensor_by_id
@@ -64,7 +70,7 @@ def gradient_nodes(
         nodes.append(
             GradientNode(
                 moment=moment,
-                outputs=tuple(sorted(_shares(energies).items())),
+                outputs=(*sorted(_shares(energies).items()), *sorted(activations.into_gradient(op).items())),
                 inputs=tuple((k, share[k][moment]) for k in dict.fromkeys(numbers[t] for t in inputs)),
                 units=units,
                 local=local,

@@ -51,6 +51,7 @@ class Prices:
         if policy.loss_scaling.mode == "global":  # a scale that overflows is backed off from
             init, largest = policy.loss_scaling.init, largest_loss_scale_log2(profile)
             self._global_log2 = largest if isinstance(init, str) else min(largest, math.frexp(init)[1] - 1)
+        self.steps = profile.steps
         self.storages = tuple(format_named(name) for name in policy.storage.formats)
         computed = dict.fromkeys(("bf16", "fp16", *policy.formats))
         computed |= dict.fromkeys(other_operand(f) for f in tuple(computed))

@@ -23,6 +23,7 @@ from autoprec.devices import Device
 from autoprec.errors import DeviceError, ProfileError
 from autoprec.formats import is_scaled, other_operand, result_format
 from autoprec.graphs import KERNEL_PRODUCTS, Op, OpClass, OpGraph, Role, TensorKind, TensorSpec, shared_path
+from autoprec.planning.activations import Activations
 from autoprec.planning.gradients import gradient_nodes, variance_numbers
 from autoprec.planning.noise import saturates_by_design
 from autoprec.planning.options import Options, decides, in_place_pairs, reads_narrow, unit_options
@@ -115,9 +116,13 @@ class _Builder:
         #: Of products with a weight, their places among all products.
         self.weighted = {op.id: k for k, op in enumerate(products) if op.weights}
         self.numbers = variance_numbers(graph, self.roots)
-        self.nodes = gradient_nodes(graph, self.roots, self.prices, self.unit_of, self.numbers)
         self.products = Products(graph, self.roots, self.prices, self.unit_of, self.units, self.numbers, products)
-        passing = {node.moment: node.inputs for node in self.nodes}
+        count = len(set(self.numbers.values()))
+        self.activations = Activations(graph, self.prices, self.unit_of, self.numbers, count)
+        nodes = gradient_nodes(graph, self.roots, self.prices, self.unit_of, self.numbers, self.activations)
+        passing = {node.moment: node.inputs for node in nodes}
+        self.nodes = (*nodes, *self.activations.nodes())
+        self.variances = 2 * count
         self.stores = Stores(graph, self.roots, self.prices, self.unit_of, self.weighted, self.numbers, passing)
 
     def build(self, budget_bytes: int | None) -> Problem:
@@ -159,8 +164,8 @@ class _Builder:
             tensors=tensors,
             gemms=self.products.gemms(index),
             nodes=self.nodes,
-            rows=self.products.rows(float(policy.noise.gradient)),
-            variances=len(set(self.numbers.values())),
+            rows=self.products.rows(float(policy.noise.gradient), self.activations),
+            variances=self.variances,
             ties=tuple(sorted((a, b) for a, b in ties if a != b)),
             casts=self.device.casts,
             constant_seconds=constant,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autoprec.graphs import Op, OpGraph, Role
+from autoprec.planning.activations import Activations
 from autoprec.planning.pricing import Prices
 from autoprec.planning.roots import Roots
 from autoprec.planning.values import Gemm, Unit, WeightRow
@@ -60,16 +61,19 @@ class Products:
             upstream=upstream,
         )
 
-    def rows(self, limit: float) -> tuple[WeightRow, ...]:
+    def rows(self, limit: float, activations: Activations) -> tuple[WeightRow, ...]:
         """One for each weight whose gradient can be judged; `limit` is the policy's `noise.gradient`."""
         prices, by_weight = self._prices, dict[str, list[int]]()
+        passing: dict[str, list[tuple[int, float]]] = {}
+        for op in self._graph.ops:
+            for w in prices.inner_weights(op):
+                passing[w] = [(self._numbers[f"param:{w}"], prices.weight_energy(w))]
         for k, op in enumerate(self._products):
             if prices.has_row(op) and not prices.unjudged(op):
                 by_weight.setdefault(op.weights[0], []).append(k)
-        inner = {w: ((self._numbers[f"param:{w}"], prices.weight_energy(w)),)
-                 for op in self._graph.ops for w in prices.inner_weights(op)}  # fmt: skip
+                passing.setdefault(op.weights[0], []).append(activations.into_weight(op))
         return tuple(
             WeightRow(weight=w, reference=(r := prices.reference(w)), limit=limit**2 * r,
-                      gemms=tuple(by_weight.get(w, ())), passing=inner.get(w, ()))
-            for w in dict.fromkeys((*by_weight, *inner))
+                      gemms=tuple(by_weight.get(w, ())), passing=tuple(passing.get(w, ())))
+            for w in dict.fromkeys((*by_weight, *passing))
         )  # fmt: skip

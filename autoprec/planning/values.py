@@ -244,7 +244,7 @@ class GradientNode:
     Variances are numbered on their own: one per root tensor, one more per in-place result.
 
     Attributes:
-        moment: forward moment of the op.
+        moment: forward moment of the op; of nodes of the forward pass, the number of ops more.
         outputs: (variance, share): which gradients arrive, and their shares of the energy that arrives.
         inputs: (variance, share): the share of each input's gradient that comes through it.
         units: units in whose formats the arriving gradient is rounded; of the first, where there are more, only in that

@@ -1,6 +1,6 @@
 """Products in FP8, role by role: predicted noise and measured. `python -m tests.bench.fp8 [NAME ...]`
 
-Every linear and convolution of a workload in one recipe, all else in FP32 (emulated here: only the arithmetic counts).
+Every linear and convolution of a workload in one recipe (BF16 first), all else in FP32 (emulated here: only the arithmetic counts).
 Root mean square of the loss change over 32 batches that calibration did not see, beside what the planner predicts, and
 the same for the error of each weight's gradient: quartiles over the weights of predicted / measured.
 """
@@ -33,6 +33,7 @@ KINDS = ["linear", "addmm", "matmul", "mm", "conv1d", "conv2d", "conv3d"]
 
 #: Formats of output, grad_input and grad_weight.
 RECIPES = (
+    ("bf16", "bf16", "bf16"),
     ("fp8_e4m3", "fp32", "fp32"),
     ("fp8_e5m2", "fp32", "fp32"),
     ("fp32", "fp8_e5m2", "fp32"),
