@@ -93,13 +93,17 @@ class _Stretched:
         self.extra = self.blocks - 3
         self.rng = np.random.default_rng([ops, seed])
         t = template
-        assert t.variances == len(t.tensors)
+        assert t.variances == 2 * len(t.tensors)  # of gradients, and of activations
         self.ops = _Layout(births[0], self.period)
         self.units = self._layout([self.ops.block(self._forward(u.moment)) for u in t.units])
         self.tensors = self._layout([0 if i < 3 else self.ops.block(x.birth) for i, x in enumerate(t.tensors)])
         self.gemms = self._layout([self.ops.block(g.moment) for g in t.gemms])
         self.ties = self._layout([self.ops.block(self._forward(t.units[a].moment)) for a, _ in t.ties])
-        self.nodes = self._layout([self.ops.block(n.moment) for n in t.nodes])
+        self.backward = [n for n in t.nodes if n.moment < len(t.ops)]
+        self.forward = [n for n in reversed(t.nodes) if n.moment >= len(t.ops)]
+        self.nodes = self._layout([self.ops.block(n.moment) for n in self.backward])
+        self.forward_nodes = self._layout([self.ops.block(n.moment - len(t.ops)) for n in self.forward])
+        self.count = len(self._copies(self.tensors, t.tensors))
 
     def _layout(self, blocks: list[int]) -> _Layout:
         """From each element's block; parameters of norms are listed with the block's first op."""
@@ -147,14 +151,17 @@ class _Stretched:
             units=made,
             tensors=tuple(self._tensor(x, k, n) for (x, k), n in zip(tensors, loud, strict=True)),
             gemms=tuple(self._gemm(g, k) for g, k in gemms),
-            nodes=tuple(self._node(n, k) for n, k in self._copies(self.nodes, t.nodes)),
+            nodes=(
+                *(self._node(n, k) for n, k in self._copies(self.nodes, tuple(self.backward))),
+                *reversed([self._node(n, k) for n, k in self._copies(self.forward_nodes, tuple(self.forward))]),
+            ),
             rows=tuple(
                 self._row(row, k, number, share) for (number, row, k), share in zip(judged, limits, strict=True)
             ),
             ties=tuple(
                 (a + k * self.units.each, b + k * self.units.each) for (a, b), k in self._copies(self.ties, t.ties)
             ),
-            variances=len(tensors),
+            variances=2 * len(tensors),
             fixed_bytes=t.fixed_bytes // 3 * self.blocks,
             seconds_scale=t.constant_seconds + sum(u.seconds[0] for u in made),
             bytes_scale=t.bytes_scale / 3 * self.blocks,
@@ -188,10 +195,15 @@ class _Stretched:
             casts_back=t.casts_back, loss_noise=tuple((f, e * loud) for f, e in t.loss_noise),
         )  # fmt: skip
 
+    def _variance(self, i: int, k: int) -> int:
+        """Those of gradients are numbered as tensors are, those of activations after them."""
+        beyond = max(0, self.count - len(self.template.tensors)) if i >= len(self.template.tensors) else 0
+        return i + beyond + k * self.tensors.each
+
     def _shares(self, shares: tuple[tuple[int, float], ...], k: int, branch: bool) -> tuple[tuple[int, float], ...]:
         found = []
         for i, share in shares:
-            moved = i + k * self.tensors.each
+            moved = self._variance(i, k)
             if i in self.residual:
                 share = self.branch[moved] if branch else 1.0 - self.branch[moved]
             found.append((moved, share))
@@ -210,12 +222,16 @@ class _Stretched:
         )  # fmt: skip
 
     def _node(self, n: GradientNode, k: int) -> GradientNode:
-        branch = "add" not in self.template.ops[n.moment]
+        ops = len(self.template.ops)
+        branch = "add" not in self.template.ops[n.moment % ops]
+        moment = n.moment + k * self.period + (self.extra * self.period if n.moment >= ops else 0)
         return GradientNode(
-            moment=self._at(n.moment, k), units=tuple(u + k * self.units.each for u in n.units), local=n.local,
-            outputs=tuple((i + k * self.tensors.each, share) for i, share in n.outputs),
+            moment=moment, units=tuple(u + k * self.units.each for u in n.units), local=n.local,
+            outputs=tuple((self._variance(i, k), share) for i, share in n.outputs),
             inputs=self._shares(n.inputs, k, branch),
         )  # fmt: skip
 
     def _row(self, row: WeightRow, k: int, number: int, share: float) -> WeightRow:
-        return WeightRow(weight=f"{row.weight}@{k}", reference=row.reference, limit=row.limit * share, gemms=(number,))
+        passing = tuple((self._variance(i, k), energy) for i, energy in row.passing)
+        return WeightRow(weight=f"{row.weight}@{k}", reference=row.reference, limit=row.limit * share, gemms=(number,),
+                         passing=passing)  # fmt: skip
