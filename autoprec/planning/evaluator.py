@@ -198,8 +198,8 @@ class Step:
             rounded.discard(born)
         return sum(energy for f, energy in t.loss_noise if f in rounded)
 
-    def rows(self) -> list[float]:
-        """E‖δ∇W‖² per weight row."""
+    def variances(self) -> list[float]:
+        """Relative variance by number: of gradients and of activations."""
         p = self.problem
         variance = [0.0] * p.variances
         for node in reversed(p.nodes):
@@ -209,6 +209,11 @@ class Step:
             for t, saver in p.savers_at.get(node.moment, ()):
                 for k, share in saver.reached:
                     variance[k] += share * saver.noise_in(self.stored.get(t))
+        return variance
+
+    def rows(self) -> list[float]:
+        """E‖δ∇W‖² per weight row."""
+        p, variance = self.problem, self.variances()
         return [
             sum((self.weight_noise(p.gemms[k], variance) for k in row.gemms), 0.0)
             + sum((energy * variance[k] for k, energy in row.passing), 0.0)

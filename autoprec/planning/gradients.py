@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from autoprec.graphs import Op, OpGraph, Role, TensorKind
+from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind
 from autoprec.planning.activations import Activations
+from autoprec.planning.gains import Gains
 from autoprec.planning.options import decides
 from autoprec.planning.pricing import Prices
 from autoprec.planning.roots import Roots
@@ -31,6 +32,7 @@ def gradient_nodes(
     graph: OpGraph,
     roots: Roots,
     prices: Prices,
+    gains: Gains,
     unit_of: dict[tuple[str, Role], int],
     numbers: dict[str, int],
     activations: Activations,
@@ -52,12 +54,7 @@ def gradient_nodes(
         ]
         if outputs and (inputs or op.weights):
             passing.append((moment, op, inputs, outputs))
-    readers: dict[int, list[tuple[int, float]]] = {}
-    for moment, op, inputs, outputs in passing:
-        energy = prices.gradient_energy(op, outputs)
-        for number in dict.fromkeys(numbers[t] for t in inputs):
-            readers.setdefault(number, []).append((moment, energy))
-    share = {number: _shares(found) for number, found in readers.items()}
+    share = _passed(passing, numbers, prices, gains)
     nodes = []
     for moment, op, inputs, outputs in passing:
         units: tuple[int, ...] = ()
@@ -77,6 +74,34 @@ def gradient_nodes(
             )
         )
     return tuple(nodes)
+
+
+def _passed(
+    passing: list[tuple[int, Op, list[str], list[str]]], numbers: dict[str, int], prices: Prices, gains: Gains
+) -> dict[int, dict[int, float]]:
+    """Variance → forward moment of each op that reads → what the variance of the gradient that arrives there counts.
+
+    Products with weights and sums have gains of their own; the others share the energy that sums leave.
+    """
+    energies: dict[int, list[tuple[int, float]]] = {}
+    own: dict[int, dict[int, float]] = {}
+    left: dict[int, float] = {}
+    for moment, op, inputs, outputs in passing:
+        energy = prices.gradient_energy(op, outputs)
+        for number in dict.fromkeys(numbers[t] for t in inputs):
+            found = [gain for t in inputs if numbers[t] == number and (gain := gains.backward(op, t)) is not None]
+            if found:
+                own.setdefault(number, {})[moment] = sum(found)
+            if found and op.op_class is not OpClass.GEMM:
+                left[number] = left.get(number, 1.0) - sum(found)
+            else:
+                energies.setdefault(number, []).append((moment, energy))
+    shares = {number: _shares(found) for number, found in energies.items()}
+    return {
+        number: {m: max(0.0, left.get(number, 1.0)) * part for m, part in shares.get(number, {}).items()}
+        | own.get(number, {})
+        for number in dict.fromkeys((*energies, *own))
+    }
 
 
 def _shares(energies: list[tuple[int, float]]) -> dict[int, float]:

@@ -38,7 +38,7 @@ _WORTH = 0.02
 #: Branch and bound up to so many decisions, in so many ways; of each way, the assignments that are recombined, and the
 #: dearer prices tried.
 #: `_SMALL` more of them, shared by the decisions: small problems are searched to the end.
-_SMALL = 1000
+_SMALL = 30_000
 _BRANCHING, _BRANCHES, _FROM_BRANCH, _REPAIRS_IN_BRANCH = 4000, 12, 3, 8
 #: Programs tell 0 from a millionth less surely than the evaluator does.
 _MARGIN = 2e-6

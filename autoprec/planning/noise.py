@@ -21,7 +21,14 @@ import numpy as np
 from autoprec.formats import Format
 from autoprec.profiles import RangeHistogram, bin_lower_edges
 
-__all__ = ["current_scale_log2", "error_energy", "ordinary", "saturated_weight", "saturates_by_design"]
+__all__ = [
+    "current_scale_log2",
+    "error_energy",
+    "ordinary",
+    "relative_error",
+    "saturated_weight",
+    "saturates_by_design",
+]
 
 
 def current_scale_log2(fmt: Format, amax: float) -> int:
@@ -62,6 +69,13 @@ def error_energy(histogram: RangeHistogram, fmt: Format, scale_log2: int = 0) ->
         energy = np.where(beyond, np.maximum(wxx - 2.0 * limit * wx + limit * limit * w, 0.0), energy)
     # A bin of exact zeros rounds exactly.
     return float(np.where(wx > 0.0, np.minimum(energy, wxx), 0.0).sum())
+
+
+def relative_error(histogram: RangeHistogram | None, fmt: Format) -> float:
+    """E‖round(x) − x‖² / E‖x‖² under current scaling, at most 1; 0.0 where nothing was observed."""
+    if histogram is None or histogram.energy <= 0.0:
+        return 0.0
+    return min(1.0, error_energy(histogram, fmt, current_scale_log2(fmt, histogram.amax)) / histogram.energy)
 
 
 def saturated_weight(histogram: RangeHistogram, fmt: Format, scale_log2: int = 0) -> float:

@@ -75,6 +75,10 @@ class Prices:
         """Histogram of its gradient."""
         return next((p.gradients for p in self._profiles(tensor) if p.gradients is not None), None)
 
+    def loss(self, tensor: str) -> RangeHistogram | None:
+        """Histogram of its values weighted by the squares of its gradient."""
+        return next((p.loss for p in self._profiles(tensor) if p.loss is not None), None)
+
     def versions(self, root: str) -> list[str]:
         """The root and its in-place results: each holds other values."""
         graph = self._graph

@@ -24,7 +24,9 @@ from autoprec.errors import DeviceError, ProfileError
 from autoprec.formats import is_scaled, other_operand, result_format
 from autoprec.graphs import KERNEL_PRODUCTS, Op, OpClass, OpGraph, Role, TensorKind, TensorSpec, shared_path
 from autoprec.planning.activations import Activations
+from autoprec.planning.gains import Gains
 from autoprec.planning.gradients import gradient_nodes, variance_numbers
+from autoprec.planning.kinks import kink_nodes
 from autoprec.planning.noise import saturates_by_design
 from autoprec.planning.options import Options, decides, in_place_pairs, reads_narrow, unit_options
 from autoprec.planning.pricing import Prices
@@ -118,10 +120,12 @@ class _Builder:
         self.numbers = variance_numbers(graph, self.roots)
         self.products = Products(graph, self.roots, self.prices, self.unit_of, self.units, self.numbers, products)
         count = len(set(self.numbers.values()))
-        self.activations = Activations(graph, self.prices, self.unit_of, self.numbers, count)
-        nodes = gradient_nodes(graph, self.roots, self.prices, self.unit_of, self.numbers, self.activations)
+        gains = Gains(graph, self.prices)
+        self.activations = Activations(graph, self.prices, gains, self.unit_of, self.numbers, count)
+        nodes = gradient_nodes(graph, self.roots, self.prices, gains, self.unit_of, self.numbers, self.activations)
         passing = {node.moment: node.inputs for node in nodes}
-        self.nodes = (*nodes, *self.activations.nodes())
+        kinks = kink_nodes(graph, self.prices, gains, self.activations, self.unit_of, passing)
+        self.nodes = (*nodes, *kinks, *self.activations.nodes())
         self.variances = 2 * count
         self.stores = Stores(graph, self.roots, self.prices, self.unit_of, self.weighted, self.numbers, passing)
 
