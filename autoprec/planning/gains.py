@@ -3,6 +3,7 @@
 A sum y over n products w·x of elements with independent errors of relative variance v has an error of energy
 v·n·ms(w)·ms(x) (ms: mean square). Trained weights give more than n·ms(w)·ms(x) where the signal is, so noise fades: the
 *gain* of a product, n·ms(w)·ms(x) / ms(y), is mostly below 1, forward and backward (docs/measurements/variances.md).
+Above 1 it is taken for 1: outliers meet small weights, and their errors, as large as they, do too.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Gains:
             return 1.0
         if op.is_plain_product and len(op.inputs) > 1:
             other = self.mean_square(op.inputs[1])
-            return self._terms(op) * x * other / y if other > 0.0 else 1.0
+            return min(1.0, self._terms(op) * x * other / y) if other > 0.0 else 1.0
         if op.kind == "relu":  # what is 0 has no error
             values = self._prices.values(made)
             assert values is not None
@@ -63,7 +64,7 @@ class Gains:
             return op.inputs.count(tensor) ** 2 * arriving / passed.energy
         if op.is_plain_product and op.weights and tensor == op.inputs[0]:
             weight = self.mean_square(op.inputs[1])
-            return self._terms(op) * weight * arriving / passed.energy if weight > 0.0 else None
+            return min(1.0, self._terms(op) * weight * arriving / passed.energy) if weight > 0.0 else None
         return None
 
     def _terms(self, op: Op) -> float:

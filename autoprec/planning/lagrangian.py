@@ -37,8 +37,8 @@ _TRIES = 4
 _WORTH = 0.02
 #: Branch and bound up to so many decisions, in so many ways; of each way, the assignments that are recombined, and the
 #: dearer prices tried.
-#: `_SMALL` more of them, shared by the decisions: small problems are searched to the end.
-_SMALL = 30_000
+#: `_SMALL` more of them, shared by the decisions: small problems are searched to the end where tables are exact.
+_SMALL = 10_000
 _BRANCHING, _BRANCHES, _FROM_BRANCH, _REPAIRS_IN_BRANCH = 4000, 12, 3, 8
 #: Programs tell 0 from a millionth less surely than the evaluator does.
 _MARGIN = 2e-6
@@ -131,7 +131,10 @@ class _Search:
                 limit = Limit("loss", 0)
             else:
                 limit = Limit("row", next(r for r, row in enumerate(problem.rows) if row.weight == v.what))
-            self.margins[limit] = self.margins.get(limit, 0.0) + 1.5 * over + _MARGIN
+            margin = self.margins.get(limit, 0.0)
+            self.margins[limit] = margin + min(
+                1.5 * over + _MARGIN, (1.0 - margin) / 2.0
+            )  # all of it can't be kept off
         return None
 
     def broken(self, totals: Totals) -> list[Limit]:
@@ -208,7 +211,8 @@ class _Search:
             self.repair(ascent.best.prices, _REPAIRS_IN_BRANCH)
             self.seen = self.seen[-_POOL:]
 
-        for _ in range(_BRANCHES + _SMALL // len(self.relaxation.decisions.domains)):
+        more_of_small = _SMALL // len(self.relaxation.decisions.domains) if self.relaxation.exact else 0
+        for _ in range(_BRANCHES + more_of_small):
             ceiling = self.ceiling
             if self.best is not None:
                 ceiling = self.best.totals.objective - self.gap * abs(self.best.totals.objective)

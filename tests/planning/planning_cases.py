@@ -42,7 +42,7 @@ class Maker:
     tensors: dict[str, TensorSpec] = field(default_factory=dict)
     weights: list[str] = field(default_factory=list)
     frozen: float = 0.0  # the share of weights that are not trained
-    calm: bool = False  # statistics as alike as those of a real network's layers, instead of wildly different
+    calm: bool = False  # statistics that go together as in a real network, instead of wildly different ones
 
     def tensor(
         self,
@@ -122,13 +122,37 @@ class Maker:
         return OpGraph(model="Made", ops=tuple(self.ops), tensors=tuple(self.tensors.values()), parameter_bytes=size,
                        gradient_bytes=size, optimizer_bytes=2 * size, input_bytes=64)  # fmt: skip
 
+    def _magnitudes(self, graph: OpGraph) -> tuple[dict[str, float], dict[str, float]]:
+        """Root mean squares of values and of gradients: sums of what is added, and products that gain 0.25 to 1.25."""
+        rng, spec = self.rng, graph.tensor_by_id
+        sizes = {t.id: 10.0 ** rng.uniform(-0.3, 0.3) for t in graph.tensors}
+        for op in graph.ops:
+            (y,), x = op.outputs, sizes[op.inputs[0]]
+            if op.op_class is OpClass.VIEW:
+                sizes[y] = x
+            elif op.kind == "add":
+                sizes[y] = float(np.hypot(x, sizes[op.inputs[1]]))
+            elif op.op_class is OpClass.GEMM and op.weights:
+                sizes[op.inputs[1]] = sizes[y] / x * (rng.uniform(0.25, 1.25) / spec[op.inputs[0]].shape[-1]) ** 0.5
+        squares = dict.fromkeys(sizes, 0.0)
+        squares[graph.ops[-1].outputs[0]] = 1e-8
+        for op in reversed(graph.ops):
+            (y,) = op.outputs
+            for t in op.inputs:
+                share = 1.0 if op.op_class is OpClass.VIEW or op.kind == "add" else 10.0 ** rng.uniform(-0.3, 0.3)
+                if op.op_class is OpClass.GEMM and op.weights and t == op.inputs[0]:
+                    share = spec[y].shape[-1] * sizes[op.inputs[1]] ** 2 / rng.uniform(0.25, 1.25)
+                squares[t] += share * squares[y]
+        return sizes, {t: (square or 1e-8) ** 0.5 for t, square in squares.items()}
+
     def profile(self, graph: OpGraph) -> Profile:
         rng = self.rng
         found = []
+        sizes, slopes = self._magnitudes(graph) if self.calm else ({}, {})
         gemms = {op.outputs[0]: op for op in graph.ops if op.op_class is OpClass.GEMM and op.weights}
         for t in graph.tensors:
-            x = rng.normal(size=64) * 10.0 ** (rng.uniform(-0.3, 0.3) if self.calm else rng.uniform(-2, 1))
-            g = rng.normal(size=64) * 10.0 ** (rng.uniform(-4.3, -3.7) if self.calm else rng.uniform(-6, -2))
+            x = rng.normal(size=64) * (sizes[t.id] if self.calm else 10.0 ** rng.uniform(-2, 1))
+            g = rng.normal(size=64) * (slopes[t.id] if self.calm else 10.0 ** rng.uniform(-6, -2))
             if not t.requires_grad:
                 found.append(TensorProfile(id=t.id, values=histogram(x)))
                 continue
@@ -377,6 +401,11 @@ def chain(*, rows: int = 4096, width: int = 512) -> tuple[Maker, OpGraph]:
 def chain_case(**more) -> Case:
     make, graph = chain()
     return Case(graph, make.profile(graph), modelled_device(graph), policy(**more))
+
+
+def with_tensor(profile: Profile, tensor: str, **changes) -> Profile:
+    tensors = tuple(dataclasses.replace(t, **changes) if t.id == tensor else t for t in profile.tensors)
+    return dataclasses.replace(profile, tensors=tensors)
 
 
 def plan_of(case: Case, **more) -> Plan:

@@ -22,9 +22,10 @@ from autoprec.planning.planner import make_plan
 from autoprec.planning.pricing import fp16_gradient_scale_log2
 from autoprec.planning.problem import build_problem
 from autoprec.planning.roots import resolve_roots
+from autoprec.planning.saved import relative_variance
 from autoprec.planning.uniform import uniform_choice
 from autoprec.plans import AS_IS
-from autoprec.profiles import LossProfile, Profile, RangeHistogram
+from autoprec.profiles import LossProfile, Profile
 from tests.planning.planning_cases import (
     FORMATS,
     Case,
@@ -37,12 +38,8 @@ from tests.planning.planning_cases import (
     policy,
     random_case,
     transformer,
+    with_tensor,
 )
-
-
-def with_tensor(profile: Profile, tensor: str, **changes) -> Profile:
-    tensors = tuple(dataclasses.replace(t, **changes) if t.id == tensor else t for t in profile.tensors)
-    return dataclasses.replace(profile, tensors=tensors)
 
 
 def test_everything_goes_narrow_where_nothing_speaks_against_it():
@@ -217,7 +214,7 @@ def test_without_a_spread_the_energy_is_the_reference():
 
 
 def test_the_gradient_row_is_the_sum_of_its_parts():
-    """One linear behind another, by hand: storage, own rounding, and what comes from above."""
+    """One linear behind another, by hand: storage, own rounding, what comes from below and what from above."""
     case = chain_case()
     problem = case.problem()
     choice = uniform_choice(problem, "bf16")
@@ -225,18 +222,37 @@ def test_the_gradient_row_is_the_sum_of_its_parts():
     packed = choice.keeping(relu, "fp8_e4m3")
     by_id, steps = case.profile.tensor_by_id, case.profile.steps
     out = by_id["b:linear#2"]
+    x, a, r, b, g, c = "input:x", "a:linear#0", "m:relu#1", "b:linear#2", "m:gelu#3", "c:linear#4"
 
-    def relative(tensor: str) -> float:
-        h: RangeHistogram = by_id[tensor].gradients
+    def rounded(tensor: str, gradient: bool = False) -> float:
+        h = by_id[tensor].gradients if gradient else by_id[tensor].values
         return error_energy(h, BF16) / h.energy
 
-    above = relative("m:gelu#3") + relative("c:linear#4")
-    scale = current_scale_log2(FP8_E4M3, by_id["m:relu#1"].values.amax)
+    def square(tensor: str, gradient: bool = False) -> float:
+        h = by_id[tensor].gradients if gradient else by_id[tensor].values
+        return h.energy / h.total_weight
+
+    def forward(read: str, weight: str, made: str, arriving: float) -> float:
+        """Relative variance of a product's result: 512 terms in each sum."""
+        gain = min(1.0, 512 * square(read) * square(weight) / square(made))
+        return gain * (arriving + rounded(weight)) + rounded(made)
+
+    at_a = forward(x, "param:a.weight", a, rounded(x))
+    assert not (by_id[r].values.moments[:, 1] == 0.0).any()  # as made up: nothing is 0
+    at_relu = at_a * square(a) / square(r) + rounded(r)
+    at_b = forward(r, "param:b.weight", b, at_relu)
+    at_c = forward(g, "param:c.weight", c, at_b + rounded(g))
+    back = 512 * square("param:c.weight") * square(c, True) * by_id[c].gradients.total_weight  # of as many elements
+    back = min(1.0, back / by_id[g].gradients.energy)
+    sensitivity = relative_variance("gelu", False, by_id[b].values, BF16) / rounded(b)
+    above = back * (at_c + rounded(c, True)) + rounded(g, True) + sensitivity * at_b
+    below = max(out.input_weight_grad.energy / steps, case.profile.weight_by_fqn["b.weight"].energy)
+    scale = current_scale_log2(FP8_E4M3, by_id[r].values.amax)
     expected = (
         error_energy(out.input_weight_grad, FP8_E4M3, scale)
         + error_energy(out.gradient_weight_grad, BF16)
         + above * out.gradient_weight_grad.energy
-    ) / steps
+    ) / steps + below * at_relu
     row = [r.weight for r in problem.rows].index("b.weight")
     assert evaluate(problem, packed).rows[row] == pytest.approx(expected)
     as_is = expected + (error_energy(out.input_weight_grad, BF16)
