@@ -48,6 +48,8 @@ class Activations:
         """One per op, the last op first: nodes are gone through from the end."""
         found = []
         for moment, op in enumerate(self._graph.ops):
+            if not op.outputs:  # it changes what it was given
+                continue
             made = list(dict.fromkeys(self.number(t) for t in op.outputs if self.carries(t)))
             arriving = self._arriving(op)
             new = [k for k in made if k not in dict(arriving)]  # a view, or a change in place, goes on as it is

@@ -1,8 +1,8 @@
 """Do the default noise limits bind? `python -m tests.bench.binding [NAME ...]`
 
 For each workload: the formats of the solver's plan under the default policy, the constraint that holds it back, and
-what rounding everything to E5M2 (with a scale per tensor) would do by the same noise model: the loss's σ, and the
-largest gradient noise of a weight, each as a share of its limit. Exit code 1 if fewer than three workloads get two
+what E5M2 for everything (with a scale per tensor) would do by the same noise model: the loss's σ where every tensor is
+rounded, and the largest gradient noise of a weight where every product is, each as a share of its limit. Exit code 1 if fewer than three workloads get two
 formats or more, or if E5M2 for everything would keep the limits on one of them.
 """
 
@@ -11,8 +11,15 @@ from __future__ import annotations
 import argparse
 import math
 
+from autoprec.devices import Datasheet
 from autoprec.formats import FP8_E5M2
+from autoprec.planning.evaluator import evaluate
 from autoprec.planning.noise import current_scale_log2, error_energy
+from autoprec.planning.planner import ask, propose
+from autoprec.planning.roofline import modelled_device
+from autoprec.planning.uniform import uniform_choice
+from autoprec.serial import load_device
+from tests.bench.fp8 import policy_of
 from tests.bench.measure import Calibrated, calibrate, one_thread
 from tests.bench.workloads import chosen, conclude
 
@@ -26,15 +33,14 @@ def uniform_e5m2(found: Calibrated) -> tuple[float, float]:
         if t.loss is not None:
             energy = error_energy(t.loss, FP8_E5M2, current_scale_log2(FP8_E5M2, t.values.amax)) / profile.steps
             loss += energy if math.isfinite(energy) else 0.0
-    by_weight: dict[str, float] = {}
-    for op in found.session.graph.ops:
-        seen = profile.tensor_by_id.get(op.outputs[0]) if op.outputs else None
-        if seen is None or not op.weights or seen.input_weight_grad is None or seen.gradient_weight_grad is None:
-            continue
-        x, g = seen.input_weight_grad, seen.gradient_weight_grad
-        noise = sum(error_energy(h, FP8_E5M2, current_scale_log2(FP8_E5M2, h.amax)) for h in (x, g)) / profile.steps
-        by_weight[op.weights[0]] = by_weight.get(op.weights[0], 0.0) + noise
-    worst = max((by_weight[r.weight] / r.limit for r in problem.rows if r.weight in by_weight), default=0.0)
+    sheet = load_device("h100")
+    assert isinstance(sheet, Datasheet)
+    device = modelled_device(sheet, found.session.graph)
+    asked = ask(found.session.graph, profile, device, policy_of(("fp8_e5m2", "fp8_e5m2", "fp8_e5m2")))
+    narrow = propose(asked, advise=False).problem  # products in E5M2: noise alone, and no matter how fast
+    rows = evaluate(narrow, uniform_choice(narrow, "bf16")).rows
+    noise = {row.weight: energy for row, energy in zip(narrow.rows, rows, strict=True)}
+    worst = max((noise[r.weight] / r.limit for r in problem.rows), default=0.0)
     limit = problem.loss_limit
     return math.sqrt(loss / limit) if limit else 0.0, math.sqrt(worst)
 
