@@ -2,8 +2,8 @@
 
 For each workload: the formats of the solver's plan under the default policy, the constraint that holds it back, and
 what E5M2 for everything (with a scale per tensor) would do by the same noise model: the loss's σ where every tensor is
-rounded, and the largest gradient noise of a weight where every product is, each as a share of its limit. Exit code 1 if fewer than three workloads get two
-formats or more, or if E5M2 for everything would keep the limits on one of them.
+rounded, and the largest gradient noise of a weight where every product is, each as a share of its limit. Exit code 1 if
+fewer than three workloads get two formats or more, or if E5M2 for everything would keep the limits on one of them.
 """
 
 from __future__ import annotations
