@@ -10,12 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import autoprec
-from autoprec.graphs import OpClass, Role, TensorKind
+from autoprec.formats import BF16, FP8_E4M3
+from autoprec.graphs import OpClass, OpGraph, Role, TensorKind
 from autoprec.planning.gains import Gains
 from autoprec.planning.kinks import flipped, switched
+from autoprec.planning.noise import relative_error
 from autoprec.planning.pricing import Prices
 from autoprec.planning.problem import build_problem
 from autoprec.planning.roots import resolve_roots
+from autoprec.planning.values import GradientNode, Problem
+from autoprec.profiles import Profile
 from tests.planning.planning_cases import Maker, histogram, modelled_device, policy, with_tensor
 
 NOISE = 1e-3
@@ -131,24 +135,55 @@ def test_as_many_windows_have_another_maximum_as_noise_makes(window: int) -> Non
     assert switched(1, 0.1) == 0.0
 
 
-def jumps(kind: str) -> list[dict[str, float]]:
-    """What kinks add by format, behind a product."""
+def behind_a_product(kind: str) -> tuple[OpGraph, Profile, Problem]:
     make = Maker(np.random.default_rng(0), calm=True)
     h = make.linear(make.tensor("input:x", (64, 32), kind=TensorKind.INPUT, grad=False), 32, fqn="a")
     h = make.op(kind, OpClass.POINTWISE, (h,), (64, 32), saves_output=True)
     graph = make.graph(make.linear(h, 32, fqn="b"))
-    allowed = policy(("fp32", "bf16", "fp8_e4m3"))
     x, g = np.random.default_rng(1).normal(size=(2, 100_000))
-    profile = with_tensor(make.profile(graph), "a:linear#0", values=histogram(x), loss=histogram(x, g**2))
-    problem = build_problem(graph, profile, modelled_device(graph), allowed)
+    profile = make.profile(graph)
+    own = profile.tensor_by_id["a:linear#0"].values
+    x *= (own.energy / own.total_weight) ** 0.5
+    profile = with_tensor(profile, "a:linear#0", values=histogram(x), loss=histogram(x, g**2))
+    allowed = policy(("fp32", "bf16", "fp8_e4m3"))
+    return graph, profile, build_problem(graph, profile, modelled_device(graph), allowed)
+
+
+def jumps(graph: OpGraph, problem: Problem) -> list[GradientNode]:
     gradients = problem.variances // 2
-    nodes = [n for n in problem.nodes if n.moment >= len(graph.ops) and n.inputs[0][0] < gradients]
-    assert all(n.units == (problem.unit_index["a:linear#0", Role.OUTPUT],) for n in nodes)
-    return [dict(n.local) for n in nodes]
+    return [n for n in problem.nodes if n.moment >= len(graph.ops) and n.inputs[0][0] < gradients]
 
 
-def test_relu_in_bf16_is_some_four_times_better_than_in_e4m3_not_sixteen() -> None:
-    """Energies, so that 16 would be 256. FP8's is counted beside that of its results, which are BF16."""
-    (relu,) = jumps("relu")
-    assert 10.0 < (relu["bf16"] + relu["fp8_e4m3"]) / relu["bf16"] < 25.0
-    assert jumps("gelu") == []
+def test_jumps_by_hand() -> None:
+    """By the format of the product before: FP8's beside that of its results, which are BF16. Some sixteen times the
+    energy of BF16's, where roundings have 256 times as much."""
+    graph, profile, problem = behind_a_product("relu")
+    (node,) = jumps(graph, problem)
+    assert node.units == (problem.unit_index["a:linear#0", Role.OUTPUT],)
+    x, w, y = (profile.tensor_by_id[t] for t in ("input:x", "param:a.weight", "a:linear#0"))
+    squares = [t.values.energy / t.values.total_weight for t in (x, w, y)]
+    gain = 32 * squares[0] * squares[1] / squares[2]
+    assert gain < 1.0 and y.loss is not None
+    before = {f.name: gain * (relative_error(x.values, f) + relative_error(w.values, f)) for f in (BF16, FP8_E4M3)}
+    bf16 = flipped(y.loss, (before["bf16"] * squares[2]) ** 0.5)
+    both = flipped(y.loss, ((before["bf16"] + before["fp8_e4m3"]) * squares[2]) ** 0.5)
+    found = dict(node.local)
+    assert found["bf16"] == pytest.approx(bf16, rel=1e-6)
+    assert found["fp8_e4m3"] == pytest.approx(both - bf16, rel=1e-6)
+    assert 10.0 < both / bf16 < 25.0
+    assert jumps(graph, behind_a_product("gelu")[2]) == []
+
+
+def test_sums_pass_their_gradients_energy_and_the_rest_is_for_the_others() -> None:
+    make = Maker(np.random.default_rng(0), calm=True)
+    x = make.linear(make.tensor("input:x", (64, 32), kind=TensorKind.INPUT, grad=False), 32, fqn="a")
+    h = make.linear(make.norm(x), 32, fqn="b")
+    y = make.op("add", OpClass.POINTWISE, (x, h), (64, 32))
+    graph = make.graph(y)
+    profile = make.profile(graph)
+    problem = build_problem(graph, profile, modelled_device(graph), policy(("fp32", "bf16")))
+    gradient = {t.id: t.gradients.energy for t in profile.tensors if t.gradients is not None}
+    share = {n.moment: dict(n.inputs) for n in problem.nodes if n.moment < len(graph.ops)}
+    (number,) = share[1]  # the norm reads nothing else
+    assert share[3][number] == pytest.approx(gradient[y] / gradient[x]) and share[3][number] < 1.0
+    assert share[1][number] == pytest.approx(1.0 - gradient[y] / gradient[x])
