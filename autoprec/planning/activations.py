@@ -13,10 +13,9 @@ Measured on trained networks (docs/measurements/fp8.md, docs/measurements/varian
 from __future__ import annotations
 
 from autoprec.formats import BF16, format_named, other_operand
-from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind
-from autoprec.planning.gains import Gains
+from autoprec.graphs import Op, OpClass, TensorKind
+from autoprec.planning.flow import Flow
 from autoprec.planning.noise import relative_error
-from autoprec.planning.pricing import Prices
 from autoprec.planning.saved import relative_variance
 from autoprec.planning.values import GradientNode
 
@@ -26,23 +25,14 @@ _ATTENTION = "scaled_dot_product_attention"
 
 
 class Activations:
-    """Forward variances of a graph, numbered from `first` on in the order of `numbers`."""
+    """Forward variances of a graph."""
 
-    def __init__(
-        self,
-        graph: OpGraph,
-        prices: Prices,
-        gains: Gains,
-        unit_of: dict[tuple[str, Role], int],
-        numbers: dict[str, int],
-        first: int,
-    ) -> None:
-        self._graph, self._prices, self._gains, self._unit_of = graph, prices, gains, unit_of
-        self._numbers, self._first = numbers, first
+    def __init__(self, flow: Flow) -> None:
+        self._flow, self._graph, self._prices, self._gains = flow, flow.graph, flow.prices, flow.gains
 
     def number(self, tensor: str) -> int:
         """The forward variance of a tensor; views share their base's."""
-        return self._first + self._numbers[tensor]
+        return self._flow.gradients + self._flow.numbers[tensor]
 
     def nodes(self) -> tuple[GradientNode, ...]:
         """One per op, the last op first: nodes are gone through from the end."""
@@ -53,7 +43,7 @@ class Activations:
             made = list(dict.fromkeys(self.number(t) for t in op.outputs if self.carries(t)))
             arriving = self._arriving(op)
             new = [k for k in made if k not in dict(arriving)]  # a view, or a change in place, goes on as it is
-            unit = self._unit_of.get((op.id, Role.OUTPUT))
+            unit = self._flow.output_unit(op)
             local = () if unit is None else self._local(op)
             if new and (arriving or local):
                 node = GradientNode(
@@ -75,7 +65,7 @@ class Activations:
         if op.op_class is OpClass.GEMM and not op.weights:
             factors = [t for t in op.inputs[:3] if self.carries(t)]
             for t in factors:  # each gradient is made with all factors but its own
-                found[self.number(t)] = found.get(self.number(t), 0.0) + (len(factors) - 1) / max(1, len(factors))
+                found[self.number(t)] = found.get(self.number(t), 0.0) + (len(factors) - 1) / len(factors)
             return found
         for t in dict.fromkeys(op.saves):
             if self.carries(t) and (sensitivity := self._sensitivity(op, t)) > 0.0:

@@ -1,43 +1,19 @@
-"""How relative gradient variance propagates: `GradientNode`s in forward order, and which variance a tensor has."""
+"""How relative gradient variance propagates: `GradientNode`s in forward order."""
 
 from __future__ import annotations
 
-from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind
+from autoprec.graphs import Op, OpClass, Role, TensorKind
 from autoprec.planning.activations import Activations
-from autoprec.planning.gains import Gains
+from autoprec.planning.flow import Flow
 from autoprec.planning.options import decides
-from autoprec.planning.pricing import Prices
-from autoprec.planning.roots import Roots
 from autoprec.planning.values import GradientNode
 
-__all__ = ["gradient_nodes", "variance_numbers"]
+__all__ = ["gradient_nodes"]
 
 
-def variance_numbers(graph: OpGraph, roots: Roots) -> dict[str, int]:
-    """Tensor id → number of its relative gradient variance; views share their input's, in-place results do not."""
-    owner: dict[str, str] = {}
-    for op in graph.ops:
-        for t in op.outputs:
-            owner[t] = t
-            if roots.is_view(op) and t not in roots.copied_from:
-                same = [u for u in op.inputs if roots.root_of[u] == roots.root_of[t]]
-                if same:
-                    owner[t] = owner.get(same[0], roots.root_of[t])
-    names = [owner.get(t.id, roots.root_of[t.id]) for t in graph.tensors]
-    numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
-    return {t.id: numbers[name] for t, name in zip(graph.tensors, names, strict=True)}
-
-
-def gradient_nodes(
-    graph: OpGraph,
-    roots: Roots,
-    prices: Prices,
-    gains: Gains,
-    unit_of: dict[tuple[str, Role], int],
-    numbers: dict[str, int],
-    activations: Activations,
-) -> tuple[GradientNode, ...]:
+def gradient_nodes(flow: Flow, activations: Activations) -> tuple[GradientNode, ...]:
     """One node per op that passes gradients on (views that share memory pass them on as they are)."""
+    graph, roots, prices, numbers = flow.graph, flow.roots, flow.prices, flow.numbers
     specs = graph.tensor_by_id
     passing: list[tuple[int, Op, list[str], list[str]]] = []
     for moment, op in enumerate(graph.ops):
@@ -54,14 +30,14 @@ def gradient_nodes(
         ]
         if outputs and (inputs or op.weights):
             passing.append((moment, op, inputs, outputs))
-    share = _passed(passing, numbers, prices, gains)
+    share = _passed(passing, flow)
     nodes = []
     for moment, op, inputs, outputs in passing:
         units: tuple[int, ...] = ()
         local: tuple[tuple[str, float], ...] = ()
         if decides(op, graph):
             roles = [r for r in (Role.OUTPUT, Role.GRAD_INPUT) if r in op.roles]
-            units = tuple(unit_of[op.id, r] for r in roles)
+            units = tuple(flow.unit_of[op.id, r] for r in roles)
             local = tuple((f.name, prices.relative_variance(op, f)) for f in prices.narrow)
         energies = [(numbers[t], prices.gradient_energy(op, [t])) for t in outputs]
         nodes.append(
@@ -76,18 +52,17 @@ def gradient_nodes(
     return tuple(nodes)
 
 
-def _passed(
-    passing: list[tuple[int, Op, list[str], list[str]]], numbers: dict[str, int], prices: Prices, gains: Gains
-) -> dict[int, dict[int, float]]:
+def _passed(passing: list[tuple[int, Op, list[str], list[str]]], flow: Flow) -> dict[int, dict[int, float]]:
     """Variance → forward moment of each op that reads → what the variance of the gradient that arrives there counts.
 
     Products with weights and sums have gains of their own; the others share the energy that sums leave.
     """
+    numbers, gains = flow.numbers, flow.gains
     energies: dict[int, list[tuple[int, float]]] = {}
     own: dict[int, dict[int, float]] = {}
     left: dict[int, float] = {}
     for moment, op, inputs, outputs in passing:
-        energy = prices.gradient_energy(op, outputs)
+        energy = flow.prices.gradient_energy(op, outputs)
         for number in dict.fromkeys(numbers[t] for t in inputs):
             found = [gain for t in inputs if numbers[t] == number and (gain := gains.backward(op, t)) is not None]
             if found:

@@ -21,9 +21,9 @@ from functools import lru_cache
 import numpy as np
 
 from autoprec.formats import Format, format_named, result_format
-from autoprec.graphs import Op, OpClass, OpGraph, Role
+from autoprec.graphs import Op, OpClass, OpGraph
 from autoprec.planning.activations import Activations
-from autoprec.planning.gains import Gains
+from autoprec.planning.flow import Flow
 from autoprec.planning.noise import relative_error
 from autoprec.planning.pricing import Prices
 from autoprec.planning.values import GradientNode
@@ -68,16 +68,17 @@ def switched(window: int, relative_sigma: float) -> float:
 
 
 def kink_nodes(
-    graph: OpGraph,
-    prices: Prices,
-    gains: Gains,
+    flow: Flow,
     activations: Activations,
-    unit_of: dict[tuple[str, Role], int],
+    forward: tuple[GradientNode, ...],
     passing: dict[int, tuple[tuple[int, float], ...]],
 ) -> tuple[GradientNode, ...]:
-    """What jumps of derivatives add to gradients, the last op first. `passing`: forward moment → `GradientNode.inputs`
-    of the op whose derivative it is."""
-    forward = activations.nodes()
+    """What jumps of derivatives add to gradients, the last op first.
+
+    `forward`: the nodes of `activations`. `passing`: forward moment → `GradientNode.inputs` of the op whose derivative
+    it is.
+    """
+    graph, prices = flow.graph, flow.prices
     uniform = {fmt.name: _uniform(forward, fmt) for fmt in prices.narrow}
     found = []
     for moment, op in reversed(list(enumerate(graph.ops))):
@@ -85,7 +86,7 @@ def kink_nodes(
             continue
         number = activations.number(op.inputs[0])
         local = {f.name: _jumps(op, f, uniform[f.name].get(number, 0.0), graph, prices) for f in prices.narrow}
-        units = _writers(op.inputs[0], graph, gains, activations, unit_of)
+        units = _writers(op.inputs[0], flow, activations)
         if units and any(local.values()):
             node = GradientNode(
                 moment=len(graph.ops) + moment, outputs=(), inputs=passing[moment], units=units,
@@ -126,18 +127,16 @@ def _jumps(op: Op, fmt: Format, variance: float, graph: OpGraph, prices: Prices)
     return _KINKS[op.kind] * flipped(values if weighted is None else weighted, sigma)
 
 
-def _writers(
-    tensor: str, graph: OpGraph, gains: Gains, activations: Activations, unit_of: dict[tuple[str, Role], int]
-) -> tuple[int, ...]:
+def _writers(tensor: str, flow: Flow, activations: Activations) -> tuple[int, ...]:
     """The unit that a tensor is written in, and that of the product before it, where most of its energy comes from."""
     units: list[int] = []
-    while tensor in graph.producer:
-        op = graph.op_by_id[graph.producer[tensor]]
-        unit = unit_of.get((op.id, Role.OUTPUT))
+    while tensor in flow.graph.producer:
+        op = flow.graph.op_by_id[flow.graph.producer[tensor]]
+        unit = flow.output_unit(op)
         if unit is not None and (not units or op.op_class is OpClass.GEMM):
             units.append(unit)
         reads = [t for t in op.inputs if activations.carries(t)]
         if op.op_class is OpClass.GEMM or not reads:
             break
-        tensor = max(reads, key=gains.energy)
+        tensor = max(reads, key=flow.gains.energy)
     return tuple(units)

@@ -132,9 +132,8 @@ class _Search:
             else:
                 limit = Limit("row", next(r for r, row in enumerate(problem.rows) if row.weight == v.what))
             margin = self.margins.get(limit, 0.0)
-            self.margins[limit] = margin + min(
-                1.5 * over + _MARGIN, (1.0 - margin) / 2.0
-            )  # all of it can't be kept off
+            within_reach = (1.0 - margin) / 2.0  # nothing is less than all of a limit below it
+            self.margins[limit] = margin + min(1.5 * over + _MARGIN, within_reach)
         return None
 
     def broken(self, totals: Totals) -> list[Limit]:

@@ -24,8 +24,8 @@ from autoprec.errors import DeviceError, ProfileError
 from autoprec.formats import is_scaled, other_operand, result_format
 from autoprec.graphs import KERNEL_PRODUCTS, Op, OpClass, OpGraph, Role, TensorKind, TensorSpec, shared_path
 from autoprec.planning.activations import Activations
-from autoprec.planning.gains import Gains
-from autoprec.planning.gradients import gradient_nodes, variance_numbers
+from autoprec.planning.flow import Flow
+from autoprec.planning.gradients import gradient_nodes
 from autoprec.planning.kinks import kink_nodes
 from autoprec.planning.noise import saturates_by_design
 from autoprec.planning.options import Options, decides, in_place_pairs, reads_narrow, unit_options
@@ -117,17 +117,14 @@ class _Builder:
         products = [op for op in graph.ops if Role.GRAD_INPUT in op.roles and decides(op, graph)]
         #: Of products with a weight, their places among all products.
         self.weighted = {op.id: k for k, op in enumerate(products) if op.weights}
-        self.numbers = variance_numbers(graph, self.roots)
-        self.products = Products(graph, self.roots, self.prices, self.unit_of, self.units, self.numbers, products)
-        count = len(set(self.numbers.values()))
-        gains = Gains(graph, self.prices)
-        self.activations = Activations(graph, self.prices, gains, self.unit_of, self.numbers, count)
-        nodes = gradient_nodes(graph, self.roots, self.prices, gains, self.unit_of, self.numbers, self.activations)
-        passing = {node.moment: node.inputs for node in nodes}
-        kinks = kink_nodes(graph, self.prices, gains, self.activations, self.unit_of, passing)
-        self.nodes = (*nodes, *kinks, *self.activations.nodes())
-        self.variances = 2 * count
-        self.stores = Stores(graph, self.roots, self.prices, self.unit_of, self.weighted, self.numbers, passing)
+        flow = Flow(graph, self.roots, self.prices, self.unit_of)
+        self.products = Products(flow, self.units, products)
+        self.activations = Activations(flow)
+        forward, backward = self.activations.nodes(), gradient_nodes(flow, self.activations)
+        passing = {node.moment: node.inputs for node in backward}
+        self.nodes = (*backward, *kink_nodes(flow, self.activations, forward, passing), *forward)
+        self.variances = 2 * flow.gradients
+        self.stores = Stores(flow, self.weighted, passing)
 
     def build(self, budget_bytes: int | None) -> Problem:
         graph, policy = self.graph, self.policy

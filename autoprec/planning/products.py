@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autoprec.graphs import Op, OpGraph, Role
+from autoprec.graphs import Op, Role
 from autoprec.planning.activations import Activations
-from autoprec.planning.pricing import Prices
-from autoprec.planning.roots import Roots
+from autoprec.planning.flow import Flow
 from autoprec.planning.values import Gemm, Unit, WeightRow
 
 __all__ = ["Products"]
@@ -16,19 +15,11 @@ __all__ = ["Products"]
 class Products:
     """All ops with a `grad_input` role, in forward order; their places here are their numbers."""
 
-    def __init__(
-        self,
-        graph: OpGraph,
-        roots: Roots,
-        prices: Prices,
-        unit_of: Mapping[tuple[str, Role], int],
-        units: Sequence[Unit],
-        numbers: Mapping[str, int],
-        products: Sequence[Op],
-    ) -> None:
-        self._graph, self._roots, self._prices = graph, roots, prices
-        self._unit_of, self._units, self._numbers, self._products = unit_of, units, numbers, products
-        self._moment = {op.id: i for i, op in enumerate(graph.ops)}
+    def __init__(self, flow: Flow, units: Sequence[Unit], products: Sequence[Op]) -> None:
+        self._graph, self._roots, self._prices = flow.graph, flow.roots, flow.prices
+        self._unit_of, self._numbers = flow.unit_of, flow.numbers
+        self._units, self._products = units, products
+        self._moment = {op.id: i for i, op in enumerate(flow.graph.ops)}
 
     def gemms(self, index: Mapping[str, int]) -> tuple[Gemm, ...]:
         """`index`: places of root tensors in the problem."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoprec.graphs import Op, OpGraph, Role
-from autoprec.planning.pricing import Prices
-from autoprec.planning.roots import Roots
+from autoprec.graphs import Op, Role
+from autoprec.planning.flow import Flow
 from autoprec.planning.saved import PRODUCTS
 from autoprec.planning.values import Saver
 
@@ -27,24 +26,16 @@ class Keeping:
 class Stores:
     """The ways to keep each root tensor."""
 
-    def __init__(
-        self,
-        graph: OpGraph,
-        roots: Roots,
-        prices: Prices,
-        unit_of: dict[tuple[str, Role], int],
-        gemm_of: dict[str, int],
-        numbers: dict[str, int],
-        passing: dict[int, tuple[tuple[int, float], ...]],
-    ) -> None:
-        """`numbers`: tensor id → its relative gradient variance; `passing`: forward moment → `GradientNode.inputs`."""
-        self._graph, self._roots, self._prices = graph, roots, prices
-        self._unit_of, self._gemm_of = unit_of, gemm_of
-        self._numbers, self._passing = numbers, passing
+    def __init__(self, flow: Flow, gemm_of: dict[str, int], passing: dict[int, tuple[tuple[int, float], ...]]) -> None:
+        """`passing`: forward moment → `GradientNode.inputs`."""
+        self._graph, self._roots, self._prices = flow.graph, flow.roots, flow.prices
+        self._unit_of, self._numbers = flow.unit_of, flow.numbers
+        self._gemm_of, self._passing = gemm_of, passing
+        roots = flow.roots
         self._savers: dict[str, list[tuple[int, Op]]] = {}
         self._closed: set[str] = set()
         changed: set[str] = set()
-        for moment, op in enumerate(graph.ops):
+        for moment, op in enumerate(flow.graph.ops):
             for root in dict.fromkeys(roots.root_of[t] for t in op.saves):
                 self._savers.setdefault(root, []).append((moment, op))
             touched = {roots.root_of[t] for t in (*op.inputs, *op.outputs)}

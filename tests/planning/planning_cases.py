@@ -140,6 +140,8 @@ class Maker:
             (y,) = op.outputs
             for t in op.inputs:
                 share = 1.0 if op.op_class is OpClass.VIEW or op.kind == "add" else 10.0 ** rng.uniform(-0.3, 0.3)
+                if op.op_class is OpClass.NORM:  # or gradients of hundreds of blocks overflow
+                    share *= (sizes[y] / sizes[t]) ** 2
                 if op.op_class is OpClass.GEMM and op.weights and t == op.inputs[0]:
                     share = spec[y].shape[-1] * sizes[op.inputs[1]] ** 2 / rng.uniform(0.25, 1.25)
                 squares[t] += share * squares[y]
