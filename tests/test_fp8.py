@@ -122,6 +122,33 @@ def test_a_convolution_is_three_products_by_hand(roles: tuple[str, str, str]) ->
         assert torch.equal(found, expected.to(found.dtype))
 
 
+#: (stride, padding, dilation, groups, transposed, output padding), shapes of the input and of the weight.
+CONVOLUTIONS = {
+    "strided": (((2, 3), (1, 2), (1, 2), 2, False, ()), (3, 4, 10, 17), (6, 2, 3, 3)),
+    "1 × 1": (((2, 2), (0, 0), (1, 1), 1, False, ()), (3, 4, 7, 6), (6, 4, 1, 1)),
+    "of one dimension": (((3,), (2,), (2,), 1, False, ()), (3, 4, 20), (6, 4, 3)),
+    "transposed": (((2, 3), (1, 0), (1, 2), 2, True, (1, 1)), (3, 4, 5, 6), (4, 3, 3, 2)),
+    "transposed, cut off": (((1,), (2,), (3,), 1, True, (2,)), (3, 4, 9), (4, 5, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_an_input_gradient_in_another_format_needs_no_copy_of_the_input(name: str) -> None:
+    """In FP32 where the input is BF16: that of torch, to FP32's rounding."""
+    given, shape, size = CONVOLUTIONS[name]
+    names = ("stride", "padding", "dilation", "groups", "transposed", "output_padding")
+    options = ConvOptions(**dict(zip(names, given, strict=True)))
+    x, w = leaves_of(torch.bfloat16, shape, size)
+    y = conv(x, w, None, None, spec_of(("bf16", "fp32", "bf16")), options)
+    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    y.backward(g)
+    o, wide = options, x.detach().double().requires_grad_()
+    exact = torch.convolution(wide, w.detach().double(), None, o.stride, o.padding, o.dilation, *o.last)
+    (expected,) = torch.autograd.grad(exact, wide, g.double())
+    assert x.grad.shape == x.shape and expected.abs().max() > 0.1
+    assert torch.allclose(x.grad.double(), expected, rtol=2**-8, atol=1e-5)
+
+
 @pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e3m4", "bf16"])
 def test_a_product_of_activations_by_hand(fmt: str) -> None:
     a, b = (t.detach().bfloat16().requires_grad_() for t in leaves_of(torch.bfloat16, (3, 1, 4, 24), (2, 24, 6)))
@@ -169,7 +196,7 @@ def test_experts_in_fp8_are_linears_in_fp8() -> None:
         for i, rows in enumerate((slice(0, 4), slice(4, 4), slice(4, 9))):
             assert torch.equal(y[rows], (first[rows] @ second[i]).bfloat16())
             assert torch.equal(x.grad[rows], (arriving[rows] @ second[i].t()).bfloat16())
-            assert torch.equal(w.grad[i], (first[rows].t() @ g[rows]).float())
+            assert torch.equal(w.grad[i], (first[rows].t() @ g[rows].to(first.dtype)).float())
         assert not y[9:].any() and not x.grad[9:].any()
 
 

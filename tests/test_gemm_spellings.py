@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import autoprec
 from autoprec.graphs import Role
+from autoprec.numerics.dtypes import native_formats
 from autoprec.plans import Assignment, Plan, Region, Storage
 
 
@@ -330,13 +331,14 @@ def test_a_transposed_convolution_has_roles() -> None:
     by_hand = nn.Sequential(model[0], model[1])
     h = by_hand(batches[0]).detach().requires_grad_()
     up = model[2]
-    w, b = (p.detach().clone().requires_grad_() for p in (up.weight, up.bias))
-    y = F.conv_transpose2d(h.bfloat16(), w.bfloat16(), b.bfloat16(), stride=2, padding=1, output_padding=1)
+    computed = torch.bfloat16 if "bf16" in native_formats("cpu") else torch.float32
+    w, b = (p.detach().bfloat16().to(computed).requires_grad_() for p in (up.weight, up.bias))
+    y = F.conv_transpose2d(h.bfloat16().to(computed), w, b, stride=2, padding=1, output_padding=1).bfloat16()
     y.float().square().mean().backward()
     autoprec.compile(model, plan=Plan(assignments=tuple(planned)), events=None)
     loss_fn(model, batches[0]).backward()
-    assert torch.equal(up.weight.grad, w.grad)
-    torch.testing.assert_close(up.bias.grad, b.grad, rtol=2**-6, atol=1e-4)  # ours is summed in FP32
+    assert torch.equal(up.weight.grad, w.grad.float())
+    torch.testing.assert_close(up.bias.grad, b.grad.float(), rtol=2**-6, atol=1e-4)  # ours is summed in FP32
     autoprec.unwrap(model)
     model.zero_grad()
     autoprec.compile(model, policy="memory", batches=batches, loss_fn=loss_fn, events=None)

@@ -252,14 +252,10 @@ class _Conv(torch.autograd.Function):
         read, weight = _saved(ctx)
         grad_x = grad_w = grad_b = None
         _refuse_copies(ctx)
-        x = spec.operand(read, other_operand(spec.grad_weight))
         if ctx.needs_input_grad[0]:
-            w = spec.operand(weight, other_operand(spec.grad_input))
-            g = spec.operand(spec.gradient(grad, spec.grad_input), spec.grad_input)
-            # The input's values do not enter its own gradient, only its shape does.
-            grad_x = _conv_backward(ctx.options, g, x.to(w.dtype), w, 0)
-            grad_x = spec.product(grad_x, spec.grad_input).to(ctx.x_dtype)
+            grad_x = _conv_input_gradient(spec, ctx.options, grad, read, weight).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
+            x = spec.operand(read, other_operand(spec.grad_weight))
             w = spec.operand(weight, other_operand(spec.grad_weight))
             g = spec.operand(spec.gradient(grad, spec.grad_weight), spec.grad_weight)
             product = _conv_backward(ctx.options, g, x, w, 1)
@@ -267,6 +263,23 @@ class _Conv(torch.autograd.Function):
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_b = _unscaled(ctx, _channel_sums(grad, spec.grad_weight), weight.dtype)
         return grad_x, grad_w, grad_b, None, None, None, None
+
+
+def _conv_input_gradient(spec: GemmSpec, o: ConvOptions, grad: Tensor, read: Tensor | Packed, weight: Tensor) -> Tensor:
+    """A function of its own, so that what it makes on the way is gone when the weight's gradient is made.
+
+    The input's values do not enter its own gradient, only its shape does: where it is in another format, which would
+    take a copy, the adjoint convolution is asked for, which is the same kernel.
+    """
+    w = spec.operand(weight, other_operand(spec.grad_input))
+    g = spec.operand(spec.gradient(grad, spec.grad_input), spec.grad_input)
+    if isinstance(read, Tensor) and read.dtype == w.dtype:
+        return spec.product(_conv_backward(o, g, read, w, 0), spec.grad_input)
+    shape = read.payload.shape if isinstance(read, Packed) else read.shape
+    sizes = zip(shape[2:], g.shape[2:], w.shape[2:], o.stride, o.padding, o.dilation, strict=True)
+    rest = [0 if o.transposed else n - ((m - 1) * s - 2 * p + d * (k - 1) + 1) for n, m, k, s, p, d in sizes]
+    made = torch.convolution(g, w, None, o.stride, o.padding, o.dilation, not o.transposed, rest, o.groups)
+    return spec.product(made[tuple(map(slice, shape))], spec.grad_input)
 
 
 def _conv_backward(o: ConvOptions, grad: Tensor, x: Tensor, weight: Tensor, which: int) -> Tensor:
