@@ -29,10 +29,11 @@ from autoprec.planning.pricing import Prices
 from autoprec.planning.values import GradientNode
 from autoprec.profiles import RangeHistogram
 
-__all__ = ["flipped", "kink_nodes", "switched"]
+__all__ = ["KINK_FACTORS", "flipped", "kink_nodes", "switched"]
 
 #: Kind → by what 2·Σw·Q/Σw is multiplied: of |x| both sides have a gradient, and a wrong one is off by twice of it.
-_KINKS = {"relu": 1.0, "relu6": 1.0, "leaky_relu": 1.0, "abs": 2.0}
+#: Slopes of leaky ReLUs are taken for small, and that ReLU6 ends at 6 is not counted.
+KINK_FACTORS = {"relu": 1.0, "relu6": 1.0, "leaky_relu": 1.0, "abs": 2.0}
 _MAX_POOLS = frozenset({"max_pool1d", "max_pool2d", "max_pool3d"})
 
 
@@ -82,7 +83,11 @@ def kink_nodes(
     uniform = {fmt.name: _uniform(forward, fmt) for fmt in prices.narrow}
     found = []
     for moment, op in reversed(list(enumerate(graph.ops))):
-        if moment not in passing or op.kind not in (*_KINKS, *_MAX_POOLS) or not activations.carries(op.inputs[0]):
+        if (
+            moment not in passing
+            or op.kind not in (*KINK_FACTORS, *_MAX_POOLS)
+            or not activations.carries(op.inputs[0])
+        ):
             continue
         number = activations.number(op.inputs[0])
         local = {f.name: _jumps(op, f, uniform[f.name].get(number, 0.0), graph, prices) for f in prices.narrow}
@@ -124,7 +129,7 @@ def _jumps(op: Op, fmt: Format, variance: float, graph: OpGraph, prices: Prices)
         return switched(window, math.sqrt(before))
     weighted = prices.loss(read)  # by the squares of the gradients; without them all count alike
     sigma = math.sqrt(before * values.energy / values.total_weight)
-    return _KINKS[op.kind] * flipped(values if weighted is None else weighted, sigma)
+    return KINK_FACTORS[op.kind] * flipped(values if weighted is None else weighted, sigma)
 
 
 def _writers(tensor: str, flow: Flow, activations: Activations) -> tuple[int, ...]:

@@ -7,13 +7,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoprec
 from autoprec.formats import BF16, FP8_E4M3
 from autoprec.graphs import OpClass, OpGraph, Role, TensorKind
 from autoprec.planning.gains import Gains
-from autoprec.planning.kinks import flipped, switched
+from autoprec.planning.kinks import KINK_FACTORS, flipped, switched
 from autoprec.planning.noise import relative_error
 from autoprec.planning.pricing import Prices
 from autoprec.planning.problem import build_problem
@@ -113,16 +114,35 @@ def test_what_was_not_observed_gains_nothing() -> None:
         assert gains.forward(op) == 1.0 and gains.backward(op, op.inputs[0]) is None
 
 
+KINKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "relu6": F.relu6,
+    "leaky_relu": F.leaky_relu,
+    "abs": torch.abs,
+}
+
+
 @pytest.mark.parametrize("sigma", [0.001, 0.03, 0.3])
-def test_as_many_elements_cross_a_kink_as_noise_carries_over(sigma: float) -> None:
-    """Energy of the error of g·1[x > 0], by trying."""
-    rng = np.random.default_rng(0)
-    x, g = rng.normal(size=400_000), rng.normal(size=400_000)
-    above = x > 0.0
-    wrong = above != (x + sigma * rng.normal(size=x.size) > 0.0)
-    expected = float((g**2 * wrong).sum() / (g**2 * above).sum())
-    assert flipped(histogram(x, np.where(above, g**2, 0.0)), sigma) == pytest.approx(expected, rel=0.1)
-    assert flipped(histogram(np.zeros(8)), sigma) == flipped(histogram(x), 0.0) == 0.0
+@pytest.mark.parametrize("kind", KINKS)
+def test_as_many_elements_cross_a_kink_as_noise_carries_over(kind: str, sigma: float) -> None:
+    """Energy of the error of torch's gradient, by trying."""
+    generator = torch.Generator().manual_seed(0)
+    x, g, noise = torch.randn(3, 400_000, generator=generator, dtype=torch.float64)
+
+    def gradient(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(KINKS[kind](x), x, g)[0]
+
+    exact = gradient(x)
+    expected = relative(gradient(x + sigma * noise) - exact, exact)
+    weighted = histogram(x.numpy(), exact.square().numpy())
+    assert KINK_FACTORS[kind] * flipped(weighted, sigma) == pytest.approx(expected, rel=0.1)
+
+
+def test_where_nothing_is_near_a_kink_nothing_crosses_it() -> None:
+    x = np.random.default_rng(0).normal(size=1000)
+    assert flipped(histogram(np.zeros(8)), 0.1) == flipped(histogram(x), 0.0) == 0.0
+    assert flipped(histogram(x + 100.0), 0.1) == 0.0
 
 
 @pytest.mark.parametrize("window", [2, 4, 9])
