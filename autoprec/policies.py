@@ -111,7 +111,7 @@ class Noise(_Part):
     """How much rounding noise is allowed, relative to the run's own noise."""
 
     gradient: float = Field(
-        default=0.2,
+        default=0.1,
         gt=0.0,
         description="σ of each weight gradient's rounding noise, as a share of its spread over batches.",
     )

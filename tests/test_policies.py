@@ -72,7 +72,7 @@ def test_a_wrong_budget_is_refused_with_what_is_valid(value: object) -> None:
 
 def test_defaults_and_immutability() -> None:
     p = policy()
-    assert (p.noise.gradient, p.noise.loss, p.storage.formats) == (0.2, 0.005, ("bf16", "fp8_e4m3"))
+    assert (p.noise.gradient, p.noise.loss, p.storage.formats) == (0.1, 0.005, ("bf16", "fp8_e4m3"))
     with pytest.raises(ValidationError):
         p.name = "q"  # type: ignore[misc]
     assert Policy.model_validate(p.model_dump()) == p

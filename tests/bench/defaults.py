@@ -22,7 +22,7 @@ from autoprec.devices import Device
 from autoprec.serial import load_policy
 from tests.bench.measure import one_thread
 
-GRADIENT_LIMITS = (0.002, 0.01, 0.05)
+GRADIENT_LIMITS = (0.002, 0.01, 0.1)
 LOSS_LIMITS = (0.0003, 0.001, 0.005)
 UNBOUND = 1e6
 
