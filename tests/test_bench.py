@@ -8,7 +8,7 @@ import pytest
 
 from tests.bench import budgets, categories
 from tests.bench.__main__ import OBSERVED_PEAK, misses, rows_of
-from tests.bench.binding import uniform_e5m2
+from tests.bench.binding import uniform_e5m2, widely
 from tests.bench.earns import narrowed, study
 from tests.bench.measure import calibrate, one_thread
 from tests.bench.mixtures import ratios
@@ -23,21 +23,19 @@ def test_peaks_and_budgets(name: str) -> None:
     assert not missed
     assert costs["observed_peak"] <= OBSERVED_PEAK
     by_name = {r.contestant: r for r in rows}
-    assert (
-        by_name["60 %"].budget_bytes is not None and by_name["60 %"].live.peak_bytes < by_name["fp32"].live.peak_bytes
-    )
-    assert by_name["balanced"].adopted_from and by_name["60 %"].adopted_from
+    (tight,) = (r for r in rows if r.budget_bytes is not None)
+    assert tight.live.peak_bytes < by_name["fp32"].live.peak_bytes
+    assert by_name["balanced"].adopted_from and tight.adopted_from
 
 
 def test_default_limits_forbid_e5m2_for_everything_and_allow_a_mixture() -> None:
     with one_thread():
         found = calibrate(WORKLOADS["mlp"])
     loss, gradient = uniform_e5m2(found)
-    assert loss > 1.0  # the row that forbids it; that of the gradients does on networks with more kinks
-    assert gradient > 0.5
-    proposals = found.proposals("balanced")
-    formats = proposals.decisions(proposals.best.solution).formats_used()
-    assert len(formats) > 1
+    assert loss > 1.0 and gradient > 1.0
+    proposals = widely(found)
+    plan = proposals.plan(proposals.best.solution)
+    assert len({a.format for a in plan.assignments}) > 1 and plan.binding.startswith("loss noise: ")
     # And what the other choices are made of: half of the units in the order given, none twice.
     problem = proposals.problem
     order = range(len(problem.units))
@@ -54,7 +52,9 @@ def test_planning_earns_its_keep() -> None:
 
 def test_no_measured_peak_rises_when_the_budget_falls() -> None:
     with one_thread():
-        points = budgets.descent(calibrate(WORKLOADS["mlp"]), range(100, 49, -25))
+        found = calibrate(WORKLOADS["mlp"])
+        percent = found.tight_percent()
+        points = budgets.descent(found, range(100, percent - 1, (percent - 100) // 2))
     assert len(points) == 3 and points[-1].measured_bytes < points[0].measured_bytes
     assert budgets.misses("mlp", points) == []
     up, down = points[::-1], points[-1:]

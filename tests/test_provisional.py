@@ -164,7 +164,7 @@ def test_a_policy_without_bf16_calibrates_in_fp32() -> None:
 def test_a_pin_to_fp16_waits_for_the_profile() -> None:
     model, batches, loss = made("mlp")
     policy = POLICY.replaced(rules=({"match": "6", "pin": "fp16"},))
-    autoprec.compile(model, policy=policy, budget=20_000_000, batches=batches, loss_fn=loss, events=None)
+    autoprec.compile(model, policy=policy, budget=25_000_000, batches=batches, loss_fn=loss, events=None)
     session = autoprec.session(model)
     assert any("calibrating in bf16" in e.evidence for e in session.events)
     assert session.plan.format_of["6:linear#0", "output"] == "fp16"

@@ -49,6 +49,9 @@ BY_SIZE = 21
 #: All choices are measured where there are no more.
 EXHAUSTIVE = 1 << 8
 
+#: Where the search for equal noise begins, of the predicted one, and how finely it goes on.
+_ABOVE, _STEP = 1.25, 0.95
+
 #: Noise limits that bind nothing.
 LOOSE = {"gradient": 1e6, "loss": 1e6}
 
@@ -248,15 +251,17 @@ def all_choices(problem: Problem, most: int) -> list[Choice]:
 def at_noise(
     found: Calibrated, runner: Runner, plan_of: Callable[[Choice], Plan], by_size: Evaluation, measured: float
 ) -> tuple[Plan, float]:
-    """The fewest bytes whose measured loss change is that of the choice by size: from its predicted one downwards."""
-    spread = found.session.profile.loss.spread
-    limit = by_size.loss_sigma / spread
+    """The planner's fewest bytes whose measured loss change is at most that of the choice by size: from a limit above
+    its predicted one downwards, because equally predicted ones are measured a little apart."""
+    limit = _ABOVE * by_size.loss_sigma / found.session.profile.loss.spread
+    tried: dict[Choice, float] = {}
     while True:
-        plan = plan_of(by_bytes(found, limit).best.solution.choice)
-        change = runner.change(plan)
-        if change <= measured:
-            return plan, change
-        limit *= 0.8
+        choice = by_bytes(found, limit).best.solution.choice
+        if choice not in tried:
+            tried[choice] = runner.change(plan_of(choice))
+        if tried[choice] <= measured:
+            return plan_of(choice), tried[choice]
+        limit *= _STEP
 
 
 def main() -> None:

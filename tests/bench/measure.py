@@ -9,7 +9,7 @@ import copy
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,15 @@ class Calibrated:
 
         chosen = load_policy(policy).replaced(**changes)
         return propose(ask(self.session.graph, self.session.profile, self.device, chosen))
+
+    def tight_percent(self) -> int:
+        """60 where a plan fits 60 % of what precision can change, else the next twentieth where one does: CPUs that
+        compute BF16 in FP32 hold copies."""
+        for percent in range(60, 100, 5):
+            with suppress(InfeasibleError):
+                self.proposals("balanced", budget=f"{percent}%")
+                return percent
+        return 100
 
     @property
     def fixed_bytes(self) -> int:

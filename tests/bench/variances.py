@@ -3,7 +3,8 @@
 
 Every linear and convolution of a workload reads x and its weight in E4M3 and gives BF16, by casts written here and not
 by this package's; gradients pass in FP32. The relative error of what each product reads, and of the gradient that
-arrives at it, beside what the planner predicts of such a plan.
+arrives at it, beside what the planner predicts of such a plan. And the gains that it reads off the profile for that:
+what a product multiplies the relative variance of what it reads, and of the gradient that arrives, by.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from torch import Generator, Tensor, nn
 
 from autoprec.devices import Datasheet
 from autoprec.planning.evaluator import Step
+from autoprec.planning.gains import Gains
 from autoprec.planning.planner import ask, propose
+from autoprec.planning.pricing import Prices
 from autoprec.planning.roofline import modelled_device
+from autoprec.planning.roots import resolve_roots
 from autoprec.planning.uniform import uniform_choice
 from autoprec.serial import load_device
 from tests.bench.fp8 import policy_of
@@ -94,6 +98,16 @@ def predicted(found: Calibrated) -> dict[str, tuple[float, float]]:
     }
 
 
+def gains(found: Calibrated) -> tuple[list[float], list[float]]:
+    """Forward and backward, of products with a weight."""
+    session = found.session
+    graph = session.graph
+    known = Gains(graph, Prices(graph, resolve_roots(graph), session.profile, session.policy))
+    products = [op for op in graph.ops if op.is_plain_product and op.weights]
+    backward = [known.backward(op, op.inputs[0]) for op in products]
+    return [known.forward(op) for op in products], [gain for gain in backward if gain is not None]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.variances")
     workloads, _ = chosen(parser)
@@ -114,6 +128,9 @@ def main() -> None:
                 low, middle, high = np.quantile([p / m for p, m in pairs if m > 0.0], (0.25, 0.5, 0.75))
                 median = float(np.median([m for _, m in pairs]))
                 print(f"{workload.name:12} {what:24} {median:22.4f} {low:25.2f} {middle:6.2f} {high:6.2f}", flush=True)
+            for what, own in zip(("forward", "backward"), gains(found), strict=True):
+                low, middle, high = np.quantile(own, (0.25, 0.5, 0.75))
+                print(f"{workload.name:12} gains {what}: quartiles {low:.2f}, {middle:.2f}, {high:.2f}", flush=True)
 
 
 if __name__ == "__main__":
