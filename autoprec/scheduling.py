@@ -177,8 +177,10 @@ def _contest(proposals: Proposals, tournament: Tournament) -> Plan:
         if excess <= 0:
             break
         assert proposals.problem.budget_bytes is not None
+        # Below what was predicted of it, or it would be proposed again.
+        predicted = min(proposals.problem.budget_bytes, proposals.best.solution.evaluation.peak_bytes)
         try:
-            smaller = proposals.question.under(proposals.problem.budget_bytes - excess)
+            smaller = proposals.question.under(predicted - excess)
             proposals = propose(smaller, advise=False)
         except InfeasibleError:
             break

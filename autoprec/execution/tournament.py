@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from autoprec.execution.measuring import peak_bytes
 from autoprec.execution.replay import CallRecord, shadow, shadow_arguments
@@ -193,7 +194,6 @@ class _Replay:
     def _backward(self, i: int) -> None:
         outputs = self._outputs.pop(i)
         pairs = [(outputs[k], g) for k, g in self._calls[i].output_gradients.items() if outputs[k].requires_grad]
-        del outputs
         if self._look:
             self.output += sum(_product(y.detach(), g) for y, g in pairs)
         if not pairs:
@@ -201,8 +201,11 @@ class _Replay:
         # Copies, because in a step the gradients are made in it, and kept until it is over.
         entered = [g.to(y.dtype, copy=True) for y, g in pairs]
         self._held += entered
+        # And no outputs: in a step nobody but autograd holds them by now.
+        edges = [get_gradient_edge(y) for y, _ in pairs]
+        del outputs, pairs
         with shadow(self._calls[i]):
-            torch.autograd.backward([y for y, _ in pairs], entered)
+            torch.autograd.backward(edges, entered)
 
 
 def _product(y: Tensor, g: Tensor) -> float:
