@@ -62,6 +62,7 @@ class OpClass(StrEnum):
     GEMM: own formats per role, may keep its input in a narrow storage. POINTWISE and NORM: one format for what goes
     in and comes out (norms compute their statistics in FP32 inside). VIEW: carries the format of its input.
     RECURRENT: one format for what goes in, parameters among it, and for what comes out; FP32 between the products.
+    LOOKUP: one format for what comes out; the table stays FP32, and its gradient is added up in FP32.
     WIDE: always in the dtype that the user wrote. UNKNOWN: not in the table; treated as WIDE and reported.
     """
 
@@ -69,9 +70,14 @@ class OpClass(StrEnum):
     POINTWISE = "pointwise"
     NORM = "norm"
     RECURRENT = "recurrent"
+    LOOKUP = "lookup"
     VIEW = "view"
     WIDE = "wide"
     UNKNOWN = "unknown"
+
+
+#: Classes with one format for an op's results and for what it computes backward.
+_ONE_FORMAT = (OpClass.POINTWISE, OpClass.NORM, OpClass.RECURRENT, OpClass.LOOKUP)
 
 
 class Decided:
@@ -92,7 +98,7 @@ class Decided:
         if self.op_class is OpClass.GEMM:
             of_weight = (Role.GRAD_WEIGHT,) if self.weights else ()
             return (Role.OUTPUT, Role.GRAD_INPUT, *of_weight)
-        return (Role.OUTPUT,) if self.op_class in (OpClass.POINTWISE, OpClass.NORM, OpClass.RECURRENT) else ()
+        return (Role.OUTPUT,) if self.op_class in _ONE_FORMAT else ()
 
 
 @dataclass(frozen=True, kw_only=True)

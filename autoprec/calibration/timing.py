@@ -293,7 +293,7 @@ def _callable(case: TimingCase, fmt: str, device_type: str) -> tuple[Callable[[]
             return v
         x = _like(v)
         if x.dtype is torch.float32:
-            keeps_fp32 = bool(leaves) and op.op_class is OpClass.NORM
+            keeps_fp32 = op.op_class is OpClass.LOOKUP or (bool(leaves) and op.op_class is OpClass.NORM)
             if op.gemm is None and not keeps_fp32:
                 x = x.to(dtype)
             x.requires_grad_(v.requires_grad and x.dtype.is_floating_point)
@@ -339,6 +339,8 @@ def _callable(case: TimingCase, fmt: str, device_type: str) -> tuple[Callable[[]
         target, args, kwargs = out_of_place(op.kind, target, args, kwargs)
     if fmt != "fp32":
         target = lean(target)
+    if op.op_class is OpClass.LOOKUP and fmt != "fp32":
+        return lambda: target(*args, **kwargs).to(dtype), leaves, given
     if isinstance(target, str):
         return lambda: getattr(args[0], target)(*args[1:], **kwargs), leaves, given
     return lambda: target(*args, **kwargs), leaves, given

@@ -59,10 +59,11 @@ def decides(op: Op, graph: OpGraph) -> bool:
 
 
 def reads_narrow(op: Op, tensor: str, graph: OpGraph) -> bool:
-    """Whether an op with units reads this input in its own format (norms keep parameters and buffers in FP32)."""
+    """Whether an op with units reads this input in its own format (norms keep parameters and buffers in FP32, lookups
+    all that they read)."""
     spec = graph.tensor_by_id[tensor]
-    fixed = op.op_class is OpClass.NORM and spec.kind in (TensorKind.PARAMETER, TensorKind.BUFFER)
-    return spec.is_float32 and not fixed
+    kept = op.op_class is OpClass.NORM and spec.kind in (TensorKind.PARAMETER, TensorKind.BUFFER)
+    return spec.is_float32 and not kept and op.op_class is not OpClass.LOOKUP
 
 
 def unit_options(

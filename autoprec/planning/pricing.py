@@ -182,9 +182,9 @@ class Prices:
 
     def inner_weights(self, op: Op) -> list[str]:
         """Weights inside an op that is no product, whose gradients are judged by what arrives at it: the matrices of
-        recurrent layers."""
+        recurrent layers, the tables of lookups."""
         specs = [self._graph.tensor_by_id.get(f"param:{w}") for w in op.weights]
-        if op.op_class is not OpClass.RECURRENT:
+        if op.op_class not in (OpClass.RECURRENT, OpClass.LOOKUP):
             return []
         wanted = {s.id for s in specs if s is not None and s.requires_grad and len(s.shape) == 2}
         return [w for w in op.weights if f"param:{w}" in wanted and self.reference(w) > 0.0]

@@ -305,7 +305,8 @@ class _Builder:
                 if view and narrow:
                     uses = [Use(moment=i, unit=self._born(root))] if copying else []
                 elif unit is not None and narrow:
-                    uses = [Use(moment=i, unit=unit)] if reads_narrow(op, t, graph) else []
+                    wide = [Use(moment=i, unit=None)] if op.op_class is OpClass.LOOKUP else []
+                    uses = [Use(moment=i, unit=unit)] if reads_narrow(op, t, graph) else wide
                 else:
                     uses = [Use(moment=i, unit=None)]
                 readers.setdefault(root, []).extend(u for u in uses if u not in readers.get(root, []))

@@ -165,6 +165,8 @@ class _Model:
         layers have two gradients, each with the forward's FLOPs."""
         if op.op_class is OpClass.NORM and name == "fp16" and op.kind in _WIDE_NORMS:
             return self._norm_in_fp32(op, name)
+        if op.op_class is OpClass.LOOKUP and name != "fp32":
+            return self._lookup(op, name)
         seconds = _runs(op) * self.kernel(op.flops, self._forward_bytes(op, name), name)
         size = self._backward_bytes(op, name)
         return seconds, self.kernel(2 * op.flops, size, name) if size else 0.0
@@ -176,6 +178,13 @@ class _Model:
         seconds = _runs(op) * (forward + 2 * around)
         size = self._backward_bytes(op, "fp32")
         return seconds, 3 * around + forward + self.kernel(0, size, "fp32") if size else 0.0
+
+    def _lookup(self, op: Op, name: str) -> tuple[float, float]:
+        """As in FP32, and a cast of the result and of its gradient."""
+        forward, backward = self._forward_and_backward(op, "fp32")
+        numel = sum(self._spec(t).numel for t in op.outputs)
+        seconds = forward + _runs(op) * self._cast_seconds("fp32", name, numel)
+        return seconds, backward + self._cast_seconds(name, "fp32", numel) if backward else 0.0
 
     def _forward_bytes(self, op: Op, name: str) -> float:
         made = [self._spec(t) for t in op.outputs]

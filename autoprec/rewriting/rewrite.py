@@ -303,6 +303,8 @@ class _Rewriter:
                 new = self.copy_main(op, lambda n: self.as_written(n))
         elif op.op_class is OpClass.NORM:
             new = self._norm(op, fmt, region)
+        elif op.op_class is OpClass.LOOKUP:
+            new = self._cast_result(op, fmt, region)
         elif op.kind == "relu" and self._stored(op.outputs[0]):
             new = self.call(relu_keeping_bits, (self.in_format(op.inputs[0][0], fmt, region),))
         else:
@@ -348,16 +350,20 @@ class _Rewriter:
         arguments = dict(zip(NORM_SIGNATURE.get(op.kind, ()), op.node.args, strict=False)) | op.node.kwargs
         call = norm_call(op.kind, arguments, region or 0)
         if call is None:
-            new = self.copy_main(op, lambda n: self.as_written(n))
-            if region:
-                return self.call(enter_region, (new, torch.float16, region))
-            return self.call(cast, (new, torch.float16))
+            return self._cast_result(op, "fp16", region)
         x = self.in_format(arguments["input"], "fp16", region)
         names = ("weight", "bias", "running_mean", "running_var")
         others = [arguments.get(n) for n in names]
         tensors = [self.as_written(t) if isinstance(t, fx.Node) else None for t in others]
         self.main = self.call(With(norm, call), (x, *tensors))
         return self.main
+
+    def _cast_result(self, op: OpNode, fmt: str, region: int | None) -> fx.Node:
+        """The op in FP32 as it was written, and its result in the format."""
+        new = self.copy_main(op, lambda n: self.as_written(n))
+        if region:
+            return self.call(enter_region, (new, dtype_of(fmt), region))
+        return self.call(cast, (new, dtype_of(fmt)))
 
     def _weighted_gemm(self, op: OpNode, gemm: GemmCall, formats: dict[Role, str], region: int | None) -> fx.Node:
         x = gemm.input

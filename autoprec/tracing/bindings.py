@@ -333,7 +333,7 @@ class _Walk:
         if changed is not None:
             # In-place ops compute in the format of the memory that they change.
             return OpClass.VIEW if op_class in (OpClass.POINTWISE, OpClass.NORM, OpClass.VIEW) else op_class
-        if op_class in (OpClass.GEMM, OpClass.POINTWISE, OpClass.NORM, OpClass.RECURRENT):
+        if op_class in (OpClass.GEMM, OpClass.POINTWISE, OpClass.NORM, OpClass.RECURRENT, OpClass.LOOKUP):
             result = node.meta.get("example_value")
             several = kind == FUNCTION or op_class is OpClass.RECURRENT
             results = result if isinstance(result, (tuple, list)) and several else (result,)
@@ -392,7 +392,7 @@ class _Walk:
         if changed.op not in ("call_function", "call_method"):
             return False
         maker = class_of(kind_of(changed))
-        if maker not in (OpClass.GEMM, OpClass.NORM, OpClass.POINTWISE):
+        if maker not in (OpClass.GEMM, OpClass.NORM, OpClass.POINTWISE, OpClass.LOOKUP):
             return False
         if inplace_target(changed) is not None and changed not in self._functional:
             return False

@@ -41,6 +41,8 @@ _RECURRENT = {"lstm"}
 
 _NORM = {"layer_norm", "batch_norm", "group_norm", "instance_norm", "rms_norm"}
 
+_LOOKUP = {"embedding", "embedding_bag"}
+
 _POINTWISE = set(
     """
     add sub rsub mul div neg abs relu relu6 leaky_relu prelu elu celu selu gelu silu mish sigmoid tanh hardtanh
@@ -65,7 +67,7 @@ _WIDE = set(
     binary_cross_entropy binary_cross_entropy_with_logits cosine_similarity cosine_embedding_loss triplet_margin_loss
     ctc_loss exp exp2 expm1 log log1p log2 log10 sqrt rsqrt reciprocal sum mean var std var_mean std_mean
     prod cumsum cumprod norm vector_norm linalg_vector_norm normalize logsumexp erf erfc softplus logsigmoid
-    embedding embedding_bag gru rnn_tanh rnn_relu lstm_cell gru_cell sin cos tan atan2 sign floor ceil round
+    gru rnn_tanh rnn_relu lstm_cell gru_cell sin cos tan atan2 sign floor ceil round
     topk sort argsort argmax argmin amax amin max min addmv mv dot outer
     tril triu scatter scatter_add index_add index_put masked_select
     masked_scatter one_hot zeros ones full empty arange linspace eye zeros_like ones_like full_like empty_like rand
@@ -85,6 +87,7 @@ _CLASS: dict[str, OpClass] = (
     | dict.fromkeys(_VIEW, OpClass.VIEW)
     | dict.fromkeys(_POINTWISE, OpClass.POINTWISE)
     | dict.fromkeys(_NORM, OpClass.NORM)
+    | dict.fromkeys(_LOOKUP, OpClass.LOOKUP)
     | dict.fromkeys(_RECURRENT, OpClass.RECURRENT)
     | dict.fromkeys(_GEMM, OpClass.GEMM)
 )

@@ -106,6 +106,14 @@ class Maker:
         return self.op("lstm", OpClass.RECURRENT, (x, *own), (rows, width), saves=(x,), saves_output=True,
                        weights=names, private=16 * rows, fqn=fqn)  # fmt: skip
 
+    def lookup(self, shape: tuple[int, int]) -> str:
+        """Rows of a square table by indices."""
+        indices = self.tensor("input:i", shape[:1], kind=TensorKind.INPUT, grad=False, dtype="int64")
+        rows = self.tensor("param:embed.weight", (shape[1], shape[1]), kind=TensorKind.PARAMETER)
+        self.weights.append("embed.weight")
+        return self.op("embedding", OpClass.LOOKUP, (indices, rows), shape, saves=(indices,), weights=("embed.weight",),
+                       fqn="embed")  # fmt: skip
+
     def norm(self, x: str) -> str:
         shape, fqn = self.tensors[x].shape, f"n{len(self.ops)}"
         scale = self.tensor(f"param:{fqn}.weight", shape[-1:], kind=TensorKind.PARAMETER)
@@ -171,8 +179,8 @@ class Maker:
             )
         by_id = {t.id: t for t in found}
         weights = []
-        inner = [(w, by_id[f"param:{w}"].gradients) for op in graph.ops if op.op_class is OpClass.RECURRENT
-                 for w in op.weights]  # fmt: skip
+        inner = [(w, by_id[f"param:{w}"].gradients) for op in graph.ops
+                 if op.op_class in (OpClass.RECURRENT, OpClass.LOOKUP) for w in op.weights]  # fmt: skip
         products = [(op.weights[0], by_id[op.outputs[0]].input_weight_grad) for op in gemms.values()]
         for weight, seen in (*products, *inner):
             if seen is None:
@@ -248,6 +256,8 @@ def random_graph(rng: np.random.Generator) -> tuple[Maker, OpGraph]:
     width, rows = int(rng.integers(2, 6)), int(rng.integers(2, 6))
     shape = (rows, width)
     live = [make.tensor("input:x", shape, kind=TensorKind.INPUT, grad=bool(rng.random() < 0.2))]
+    if rng.spawn(1)[0].random() < 0.3:
+        live.append(make.lookup(shape))
     linears = 0
     for _ in range(int(rng.integers(3, 9))):
         x = live[-1] if rng.random() < 0.6 else live[int(rng.integers(len(live)))]
@@ -329,11 +339,9 @@ def random_case(seed: int, *, most: int = 256) -> Case:
 
 
 def transformer(layers: int = 12, *, width: int = 64, rows: int = 128, seed: int = 0) -> tuple[Maker, OpGraph]:
-    """Pre-norm blocks: norm, q/k/v, attention, projection, residual, norm, two linears with GELU, residual."""
+    """A lookup, and blocks: norm, q/k/v, attention, projection, residual, norm, two linears with GELU, residual."""
     make = Maker(np.random.default_rng(seed), calm=True)
-    x = make.tensor("input:x", (rows, width), kind=TensorKind.INPUT, grad=False)
-    x = make.op("embedding", OpClass.WIDE, (x, make.tensor("param:embed", (32, width), kind=TensorKind.PARAMETER)),
-                (rows, width))  # fmt: skip
+    x = make.lookup((rows, width))
     for i in range(layers):
         h = make.norm(x)
         q, k, v = (make.linear(h, width, fqn=f"b{i}.{n}") for n in "qkv")

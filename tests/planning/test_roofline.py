@@ -194,8 +194,11 @@ def test_norms_read_their_parameters_in_fp32_and_compute_fp16_in_it() -> None:
 
 def test_a_lookup_reads_rows_and_its_gradient_is_a_whole_table() -> None:
     indices, table = tensor("input:i", 3, grad=False, dtype="int64"), tensor("param:t", 1000, 8)
-    graph = graph_of(OpClass.WIDE, "embedding", [indices, table], tensor("y", 3, 8))
-    assert counted(graph, "bandwidth") == {("output", "fp32"): 3 * 8 + 4 * 24 + 4 * 24 + 4 * 24 + 4 * 8000}
+    graph = graph_of(OpClass.LOOKUP, "embedding", [indices, table], tensor("y", 3, 8), weights=("t",))
+    wide, cast = 3 * 8 + 4 * 24 + 4 * 24 + 4 * 24 + 4 * 8000, (4 + 2) * 24
+    expected = {"fp32": wide, "bf16": wide + 2 * cast, "fp16": wide + 2 * cast}
+    assert counted(graph, "bandwidth") == {("output", name): size for name, size in expected.items()}
+    assert counted(graph, "launch") == {("output", n): k for n, k in {"fp32": 2.0, "bf16": 4.0, "fp16": 4.0}.items()}
 
 
 def test_products_of_activations_have_a_product_for_each_gradient() -> None:
