@@ -176,6 +176,7 @@ def test_what_would_be_emulated_is_not_chosen_unless_a_rule_pins_it() -> None:
     assert "fp8_e4m3" not in {a.format for a in plan.assignments}
     (layer,) = (a for a in plan.assignments if (a.op, a.role) == ("a:linear#0", Role.OUTPUT))
     assert "would emulate it" in next(d.why for d in layer.dropped if d.format == "fp8_e4m3")
+    assert "fp8" not in layer.reason  # which speaks of this op: the same words under each would hide the others
 
 
 def test_formats_of_ones_own_by_value_and_by_name() -> None:

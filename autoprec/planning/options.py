@@ -14,7 +14,7 @@ from autoprec.planning.pricing import Prices
 from autoprec.planning.roots import Roots
 from autoprec.policies import Policy
 
-__all__ = ["Options", "decides", "in_place_pairs", "options_of", "reads_narrow", "unit_options"]
+__all__ = ["Options", "decides", "goes_without_saying", "in_place_pairs", "options_of", "reads_narrow", "unit_options"]
 
 
 @dataclass(kw_only=True)
@@ -129,6 +129,16 @@ def _narrowness(name: str) -> tuple[int, int, str]:
     return -fmt.bits, -fmt.exponent_bits, name
 
 
+#: Why formats with a scale are not for an op, whatever it computes: of its kind, and of the device.
+_OF_ITS_KIND = "products alone are computed in it"
+_OF_THE_DEVICE = "would emulate it, which takes longer than bf16; a rule that pins it has it emulated"
+
+
+def goes_without_saying(reason: str) -> bool:
+    """Whether a reason against a format says nothing of the op itself, but of all of its kind on the device."""
+    return reason.endswith((_OF_ITS_KIND, _OF_THE_DEVICE))
+
+
 #: Products that devices compute in FP8: with one weight for all rows.
 _FP8_KINDS = ("linear", "addmm", "matmul", "mm")
 
@@ -136,11 +146,11 @@ _FP8_KINDS = ("linear", "addmm", "matmul", "mm")
 def _not_computed(op: Op, format_name: str, device: Device, *, pinned: bool) -> str:
     """Why an op cannot have a format with a scale, or had better not, or ""."""
     if not op.is_plain_product:
-        return "products alone are computed in it"
+        return _OF_ITS_KIND
     native = format_name in device.native and op.kind in _FP8_KINDS and bool(op.weights)
     if native or pinned:
         return ""
-    return f"{device.name} would emulate it, which takes longer than bf16; a rule that pins it has it emulated"
+    return f"{device.name} {_OF_THE_DEVICE}"
 
 
 def _needed(op: Op, role: Role, graph: OpGraph) -> bool:

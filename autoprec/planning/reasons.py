@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoprec.planning.neighbours import Neighbours
+from autoprec.planning.options import goes_without_saying
 from autoprec.planning.polish import flips, storage_flips, tied_groups
 from autoprec.planning.values import Evaluation, Problem, Solution
 from autoprec.plans import AS_IS, Alternative, Dropped, Violation
@@ -101,7 +102,8 @@ class Reasons:
             _Neighbour(format=name, evaluation=self._near.evaluate(changed))
             for name, changed in flips(self._problem, choice, self._groups, index)
         ]
-        return self._reason(found, told, dropped)
+        own = [(f, why) for f, why in unit.dropped if not goes_without_saying(why)]  # `--why-not` tells the rest
+        return self._reason(found, _told(own), dropped)
 
     def _storage(self, tensor: int) -> Reason:
         found = [
