@@ -82,8 +82,8 @@ class Scheduler:
 
     def provisional_plan(self, slot: Slot, arguments: Sequence[Any], state_bytes: int) -> tuple[Plan | None, str]:
         """Before a graph is observed: BF16 for everything that may have it, where an observed FP32 step is predicted to
-        exceed the budget's bytes or the device's memory; None where it fits, or where the policy has no BF16. And a
-        warning: why the plan, or why nothing can be told.
+        exceed the budget's bytes or the device's memory; None where it fits, where BF16 takes no less, or where the
+        policy has no BF16. And a warning: why the plan, or why none although FP32 may not fit.
 
         `state_bytes` is what the optimizer holds, 0 before its first step.
         """
@@ -112,8 +112,13 @@ class Scheduler:
         need = math.ceil(OBSERVED_FRAC * question.fp32.peak_bytes)
         if need <= min(limits) or fixed_bytes(graph) >= min(limits):  # in the second case nothing helps
             return None, ""
-        evidence = f"an observed step in fp32 may take {need} bytes, of {min(limits)}: calibrating in bf16"
-        return uniform_plan(question, "bf16"), evidence
+        plan = uniform_plan(question, "bf16")
+        assert plan.predicted is not None
+        less = math.ceil(OBSERVED_FRAC * plan.predicted.peak_bytes)
+        evidence = (
+            f"an observed step may take {need} bytes in fp32 and {less} in bf16, of {min(limits)}: calibrating in"
+        )
+        return (plan, f"{evidence} bf16") if less < need else (None, f"{evidence} fp32")
 
     def first_plan(self, measured_optimizer_bytes: int, tournament: Tournament) -> Plan:
         """Plan from what calibration recorded, and let the proposals run against each other.

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoprec
 from autoprec import observing
+from autoprec.devices import Device
 from autoprec.numerics.dtypes import native_formats
 from autoprec.serial import load_policy
 from tests.bench.measure import one_thread
@@ -66,6 +67,22 @@ def test_a_budget_that_fp32_keeps_calibrates_in_fp32() -> None:
     autoprec.compile(model, policy=POLICY, budget="1GiB", events=None)
     assert loss(model, batches[0]).item() == expected
     assert [e for e in autoprec.session(model).events if e.kind == "warning"] == []
+
+
+def test_where_bf16_takes_no_less_fp32_calibrates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device that computes BF16 in FP32 and holds copies for it."""
+    known = Device.workspace_by_key
+
+    def with_copies(device: Device) -> dict[tuple[str, str, str], tuple[int, int]]:
+        return {k: (10**8 if k[2] == "bf16" else now, then) for k, (now, then) in known.func(device).items()}
+
+    monkeypatch.setattr(Device, "workspace_by_key", property(with_copies))
+    model, batches, loss = made("mlp")
+    expected = loss(model, batches[0]).item()
+    autoprec.compile(model, policy=POLICY, budget=10_000_000, events=None)
+    assert loss(model, batches[0]).item() == expected
+    (warning,) = [e.evidence for e in autoprec.session(model).events if e.kind == "warning"]
+    assert "in bf16, of 10000000: calibrating in fp32" in warning
 
 
 def test_what_cannot_be_foreseen_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +172,9 @@ def test_eager_checkpoints(budget: str) -> None:
             optimizer.step()
     session = autoprec.session(model)
     assert session.plan is not None
-    assert any("calibrating in bf16" in e.evidence for e in session.events) == (budget != "1GiB")
+    warned = [e.evidence for e in session.events if "calibrating in" in e.evidence]
+    assert bool(warned) == (budget != "1GiB")
+    assert not warned or warned[0].endswith("bf16") or "bf16" not in native_formats("cpu")
 
 
 def test_a_policy_without_bf16_calibrates_in_fp32() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +97,7 @@ def categories(found: Calibrated, name: str, proposals: Proposals, plan: Plan, c
     """Every category of a plan's step."""
     graph, workload, batch = found.session.graph, found.workload, found.batches[0]
     torch._dynamo.reset()
+    gc.collect()  # what earlier models held is not freed while this one is measured
     model = copy.deepcopy(found.model)
     autoprec.compile(model, plan=plan, events=None)
     optimizer = workload.optimizer(model.parameters())
