@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+import autoprec
 from autoprec.devices import Device
-from autoprec.execution.measuring import workspace_bytes
+from autoprec.execution.measuring import saved_bytes, workspace_bytes
 from autoprec.numerics.dtypes import native_formats
 from autoprec.planning.evaluator import Step
 from tests.memory_study import WORKLOADS, Peak, peaks
@@ -60,3 +62,33 @@ def test_workspace_is_what_is_held_for_a_moment() -> None:
 def test_measuring_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     workspace_bytes(lambda: torch.ones(10), CPU)
     assert capfd.readouterr() == ("", "")
+
+
+class AfterAnLstm(nn.Module):
+    """What its linear reads is not contiguous: torch's keeps a copy of it, ours the cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.up = nn.LSTM(16, 32, batch_first=True), nn.Linear(32, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.up(self.lstm(x)[0])).square().mean()
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "bf16", "fp16"])
+def test_what_a_product_keeps_of_an_input_that_is_not_contiguous(fmt: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, batches = AfterAnLstm(), [torch.randn(8, 20, 16) for _ in range(2)]
+    policy = autoprec.Policy.model_validate({
+        "name": "test", "formats": ("fp32", "bf16", "fp16"), "storage": {"formats": ()}, "calibration": {"steps": 2},
+        "noise": {"gradient": 1e6, "loss": 1e6},
+        "rules": [{"kinds": ["lstm"], "pin": "fp32"}, {"match": "*", "pin": fmt}],
+    })  # fmt: skip
+    autoprec.compile(model, policy=policy, batches=batches, loss_fn=lambda m, b: m(b), events=None)
+    session = autoprec.session(model)
+    model(batches[0]).backward()
+    session.step()
+    assert session.plan is not None and session.plan.predicted is not None
+    kept = saved_bytes(lambda: model(batches[0]), [*model.parameters(), batches[0]])
+    assert session.plan.predicted.saved_bytes == kept

@@ -279,10 +279,19 @@ class _Builder:
         return size, 0
 
     def _private_bytes(self, op: Op, format_name: str) -> int:
-        """Bytes of its own that an op keeps in a format; as calibrated where the device was not asked."""
+        """Bytes of its own that an op keeps in a format; as calibrated where the device was not asked.
+
+        Of an input that is not contiguous torch's products keep a copy, and ours, which are narrow, the cast.
+        """
         found = self.device.private_bytes_by_key.get((op.timing_key, format_name))
-        keeps = op.private_saved_bytes if found is None or format_name == "fp32" else found
-        return keeps * op.calls
+        if format_name == "fp32":
+            return op.private_saved_bytes * op.calls
+        copied = 0
+        if op.is_plain_product and op.weights and op.inputs[0] not in op.saves:
+            numel = self.graph.tensor_by_id[op.inputs[0]].numel
+            copied = numel if op.private_saved_bytes >= 4 * numel else 0
+        keeps = op.private_saved_bytes - 4 * copied if found is None else found
+        return (keeps + copied * bytes_of(format_name)) * op.calls
 
     # Tensors
 
