@@ -26,9 +26,6 @@ from autoprec.planning.problem import ITEM_BYTES
 
 __all__ = ["modelled_device"]
 
-#: Ops that read as much of a table as they give; the gradient of the table is as large as the table.
-_LOOKUPS = ("embedding", "embedding_bag")
-
 #: Ops whose operands' gradients are the one that arrives, or views of it.
 _PASSING_ON = ("add", "cat", "stack")
 
@@ -187,8 +184,9 @@ class _Model:
         return seconds, backward + self._cast_seconds(name, "fp32", numel) if backward else 0.0
 
     def _forward_bytes(self, op: Op, name: str) -> float:
+        """What is read and made; of a table as much is read as is given."""
         made = [self._spec(t) for t in op.outputs]
-        limit = sum(t.numel for t in made) if op.kind in _LOOKUPS else math.inf
+        limit = sum(t.numel for t in made) if op.op_class is OpClass.LOOKUP else math.inf
         read = sum(min(t.numel, limit) * self._width(op, t, name) for t in map(self._spec, op.inputs))
         return read + sum(t.numel * self._width(op, t, name) for t in made)
 
