@@ -64,7 +64,8 @@ class Items:
 
 
 def joined(items: Sequence[Items]) -> Items:
-    """All items of several collections."""
+    """All items of several collections, each change once: the same islands are between many assignments, and would
+    crowd out the others where only the best are weighed."""
     starts = np.cumsum([0, *(i.count for i in items)])
 
     def together(triples: Sequence[tuple[_Ints, _Ints, _Ints]]) -> tuple[_Ints, _Ints, _Ints]:
@@ -72,11 +73,25 @@ def joined(items: Sequence[Items]) -> Items:
         return number, np.concatenate([t[1] for t in triples]), np.concatenate([t[2] for t in triples])
 
     groups = range(len(items[0].entries))
-    return Items(
+    found = Items(
         together([i.changes for i in items]),
         tuple(together([i.entries[k] for i in items]) for k in groups),
         int(starts[-1]),
     )
+    return found.only(_first_of_equals(found))
+
+
+def _first_of_equals(items: Items) -> npt.NDArray[np.bool_]:
+    """Items that change something else than every item before them, told by a sum of a random word for each change: of
+    two that share it by chance, one is left out, which costs a possibility and breaks nothing."""
+    item, variable, value = items.changes
+    shape = (int(variable.max(initial=-1)) + 1, int(value.max(initial=-1)) + 1)
+    words = np.random.default_rng(0).integers(0, 2**63, shape, np.uint64)
+    names = np.zeros(items.count, np.uint64)
+    np.add.at(names, item, words[variable, value])
+    first = np.zeros(items.count, np.bool_)
+    first[np.unique(names, return_index=True)[1]] = True
+    return first
 
 
 def islands(relaxation: Relaxation, here: _Ints, there: _Ints) -> Items:

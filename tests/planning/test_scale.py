@@ -17,7 +17,7 @@ from autoprec.planning.decisions import Decisions
 from autoprec.planning.elimination import Elimination, Tables
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.propagation import Propagation
-from autoprec.planning.recombining import effects, flips, islands
+from autoprec.planning.recombining import Items, effects, flips, islands, joined
 from autoprec.planning.relaxation import Limit, Relaxation
 from autoprec.planning.values import Problem, Solution, Use
 from tests.planning.planning_cases import random_case
@@ -262,12 +262,38 @@ def test_islands_together_are_the_other_assignment() -> None:
     assert found.totals(a).objective + objective.sum() == pytest.approx(found.totals(b).objective, abs=1e-12)
 
 
+def test_joined_items_are_each_there_once() -> None:
+    problem = transformer_problem(100)
+    found = Relaxation(problem)
+    rng = np.random.default_rng(3)
+    a, b = (random_values(domain_sizes(found), rng) for _ in range(2))
+    b = np.where(rng.random(len(a)) < 0.05, b, a)
+    c = np.where(rng.random(len(a)) < 0.5, b, a)  # shares some of its islands with b
+    both = [islands(found, a, b), islands(found, a, c)]
+
+    def changes(items: Items) -> list[frozenset[tuple[int, int]]]:
+        listed: dict[int, set[tuple[int, int]]] = {}
+        for item, variable, value in zip(*(part.tolist() for part in items.changes), strict=True):
+            listed.setdefault(item, set()).add((variable, value))
+        return [frozenset(listed[item]) for item in range(items.count)]
+
+    separate = changes(both[0]) + changes(both[1])
+    together = changes(joined(both))
+    assert len(together) == len(set(together)) < len(separate)
+    assert set(together) == set(separate)
+    one = joined(both)
+    objective, _ = effects(found, a, one, [])
+    for item in range(one.count):
+        after = found.totals(one.applied(a, np.arange(one.count) == item))
+        assert after.objective - found.totals(a).objective == pytest.approx(objective[item], abs=1e-12)
+
+
 # The solver
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_transformer_is_solved_within_a_thousandth(seed: int) -> None:
-    problem = transformer_problem(300, seed=seed)
+@pytest.mark.parametrize(("ops", "seed"), [(300, 0), (300, 1), (1_000, 0)])
+def test_a_transformer_is_solved_within_a_thousandth(ops: int, seed: int) -> None:
+    problem = transformer_problem(ops, seed=seed)
     found = lagrangian.solve(problem)
     assert found is not None and found.gap <= 1e-3
     assert evaluate(problem, found.choice) == found.evaluation and found.evaluation.feasible
