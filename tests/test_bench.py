@@ -53,9 +53,8 @@ def test_planning_earns_its_keep() -> None:
 def test_no_measured_peak_rises_when_the_budget_falls() -> None:
     with one_thread():
         found = calibrate(WORKLOADS["mlp"])
-        percent = found.tight_percent()
-        points = budgets.descent(found, range(100, percent - 1, (percent - 100) // 2))
-    assert len(points) == 3 and points[-1].measured_bytes < points[0].measured_bytes
+        points = budgets.descent(found, range(100, 0, -25))  # the last that fits binds: 50 %, or 75 % without BF16
+    assert len(points) > 1 and points[-1].measured_bytes < points[0].measured_bytes
     assert budgets.misses("mlp", points) == []
     up, down = points[::-1], points[-1:]
     assert "the peak rises" in budgets.misses("mlp", up)[0]

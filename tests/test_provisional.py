@@ -43,11 +43,8 @@ def test_a_run_that_fits_in_bf16_alone(name: str) -> None:
         tight = calibrate_tightly(model, batches, loss, policy=POLICY, plain=plain, device=plain.device)
     session = tight.session
     (warning,) = [e.evidence for e in session.events if e.kind == "warning"]
-    found = re.search(r"may take (\d+) bytes in fp32 and (\d+) in bf16, of \d+: calibrating in (\w+)$", warning)
-    assert found is not None
-    narrower = int(found[2]) < int(found[1])
+    narrower = bf16_takes_less(warning)
     assert narrower or (name == "recurrent" and "bf16" not in native_formats("cpu"))
-    assert found[3] == ("bf16" if narrower else "fp32")
     assert not narrower or max(tight.peaks) <= tight.budget_bytes
     assert session.plan is not None and session.plan.budget_bytes > tight.budget_bytes
     assert [op.id for op in plain.graph.ops] == [op.id for op in session.graph.ops]
@@ -141,6 +138,15 @@ def test_checkpoints_dropout_and_tied_weights() -> None:
     assert {op.id for op in session.graph.ops if op.checkpoints} != set()
 
 
+def bf16_takes_less(warning: str) -> bool:
+    """What the warning foresees; it must say that the narrower of both calibrates."""
+    found = re.search(r"may take (\d+) bytes in fp32 and (\d+) in bf16, of \d+: calibrating in (\w+)$", warning)
+    assert found is not None
+    narrower = int(found[2]) < int(found[1])
+    assert found[3] == ("bf16" if narrower else "fp32")
+    return narrower
+
+
 class Broken(nn.Module):
     """Two blocks, each in an eager checkpoint that the graph breaks: captured in parts."""
 
@@ -176,7 +182,8 @@ def test_eager_checkpoints(budget: str) -> None:
     assert session.plan is not None
     warned = [e.evidence for e in session.events if "calibrating in" in e.evidence]
     assert bool(warned) == (budget != "1GiB")
-    assert not warned or warned[0].endswith("bf16") or "bf16" not in native_formats("cpu")
+    for warning in warned:
+        bf16_takes_less(warning)  # whether it does is the CPU's affair: some small BF16 products hold buffers
 
 
 def test_a_policy_without_bf16_calibrates_in_fp32() -> None:

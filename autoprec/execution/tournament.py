@@ -6,6 +6,7 @@ as it is complete, so that a contestant's peak counts it as what is added to the
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -99,12 +100,14 @@ class Tournament:
 
     def _timed(self, modules: Mapping[str, Sequence[nn.Module]]) -> dict[str, list[float]]:
         taken: dict[str, list[float]] = {name: [] for name in modules}
+        order, shuffle = list(modules), random.Random(0).shuffle
         rounds, begin = 0, time.perf_counter()
         while modules and (
             rounds < _MIN_ROUNDS or (rounds < _MAX_ROUNDS and time.perf_counter() - begin < _BUDGET_SECONDS)
         ):
-            for name, lowered in modules.items():
-                step = _Replay(self._calls, lowered, self._buffers)
+            shuffle(order)  # who comes after one that fills caches and memory pays for it: everyone in turn
+            for name in order:
+                step = _Replay(self._calls, modules[name], self._buffers)
                 self._synchronize()
                 start = time.perf_counter()
                 step.run()

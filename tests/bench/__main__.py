@@ -74,7 +74,7 @@ def rows_of(workload: Workload) -> tuple[list[Row], dict[str, float]]:
     """Every contestant on one workload, and what calibration took."""
     found = calibrate(workload)
     plans = contestants(found)
-    within = {p.name for p in found.proposals("balanced").all}
+    within = {p.name for p in found.proposals("balanced").all if not p.broken}
     rows = []
     for name, live in run_live(found, plans).items():
         plan = plans[name]
