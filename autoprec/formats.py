@@ -20,8 +20,11 @@ __all__ = [
     "FP8_E5M2",
     "NAME_PATTERN",
     "STORAGE_FORMATS",
+    "TF32",
     "Format",
     "format_named",
+    "held_as",
+    "is_operands_only",
     "is_scaled",
     "is_storage",
     "other_operand",
@@ -67,13 +70,19 @@ class Format:
 
     @property
     def bytes(self) -> int:
-        """Bytes per element in memory; there is no packing of several into one byte."""
-        return -(-self.bits // 8)
+        """Bytes per element in memory: 1, 2 or 4, there is no packing. TF32 is a way to read FP32 numbers."""
+        return 1 if self.bits <= 8 else 2 if self.bits <= 16 else 4
 
     @property
     def scaled(self) -> bool:
         """Whether tensors carry a scale, which maps their amax to `max_value`: all formats of a byte or less."""
         return self.bytes == 1
+
+    @property
+    def operands_only(self) -> bool:
+        """Whether operands of products alone are rounded to it, and what they make is wider: a format of a byte or
+        less, and TF32. A format in which ops compute has 16 or 32 bits."""
+        return self.bits not in (16, 32)
 
     @property
     def overflow(self) -> Overflow:
@@ -107,13 +116,14 @@ class Format:
 
 
 FP32 = Format(name="fp32", exponent_bits=8, mantissa_bits=23)
+TF32 = Format(name="tf32", exponent_bits=8, mantissa_bits=10)
 BF16 = Format(name="bf16", exponent_bits=8, mantissa_bits=7)
 FP16 = Format(name="fp16", exponent_bits=5, mantissa_bits=10)
 FP8_E4M3 = Format(name="fp8_e4m3", exponent_bits=4, mantissa_bits=3, finite=True)
 FP8_E5M2 = Format(name="fp8_e5m2", exponent_bits=5, mantissa_bits=2)
 
 #: The built-in formats, widest first.
-FORMATS: tuple[Format, ...] = (FP32, BF16, FP16, FP8_E5M2, FP8_E4M3)
+FORMATS: tuple[Format, ...] = (FP32, TF32, BF16, FP16, FP8_E5M2, FP8_E4M3)
 
 #: The built-in formats that an op can compute in, and the narrow storages of saved tensors that policies have unless
 #: they say otherwise. Formats that are named after what they are can be both.
@@ -163,6 +173,16 @@ def is_scaled(name: str) -> bool:
     return format_named(name).scaled
 
 
+def is_operands_only(name: str) -> bool:
+    """Whether operands of products alone are rounded to the format."""
+    return format_named(name).operands_only
+
+
+def held_as(name: str) -> str:
+    """The format of the copy that a product in `name` reads: for TF32 there is none, the tensor is FP32's."""
+    return FP32.name if name == TF32.name else name
+
+
 def is_storage(name: str) -> bool:
     """Whether a tensor may be kept in the format: FP16 saves no byte over BF16, and has not its range."""
     return name == BF16.name or is_scaled(name)
@@ -172,9 +192,10 @@ def result_format(name: str) -> str:
     """The format in which the result of a product is born whose operands are in `name`.
 
     Sums of products need more bits than their operands: the results of products in FP8, or in a format of one's own,
-    are BF16. In the same format the operands are handed in, and gradients passed on.
+    are BF16, and those of products in TF32 are FP32. In the same format the operands are handed in, and gradients
+    passed on.
     """
-    return BF16.name if is_scaled(name) else name
+    return BF16.name if is_scaled(name) else held_as(name)
 
 
 def other_operand(name: str) -> str:
@@ -186,5 +207,5 @@ def other_operand(name: str) -> str:
 def wider(name: str) -> tuple[str, ...]:
     """Formats whose largest value is above that of `name`, nearest range first."""
     limit = format_named(name).max_value
-    above = [f for f in FORMATS if f.max_value > limit and not f.scaled]
+    above = [f for f in FORMATS if f.max_value > limit and not f.operands_only]
     return tuple(f.name for f in sorted(above, key=lambda f: (f.max_value, f.bytes)))

@@ -13,10 +13,10 @@ from autoprec.calibration.foreseeing import with_private_bytes, without_hooks
 from autoprec.calibration.structure import TimingCase
 from autoprec.calibration.timing import measure_casts, time_ops
 from autoprec.devices import Device
-from autoprec.errors import InfeasibleError, InputError
+from autoprec.errors import DeviceError, InfeasibleError, InputError
 from autoprec.execution.slots import Slot
 from autoprec.execution.tournament import Outcome, Tournament
-from autoprec.formats import is_scaled
+from autoprec.formats import is_operands_only
 from autoprec.graphs import OpGraph
 from autoprec.monitoring.judging import Verdict, judge
 from autoprec.numerics.dtypes import native_formats
@@ -75,10 +75,12 @@ class Scheduler:
         pinned = {rule.pin for rule in self.policy.rules}
         with torch.random.fork_rng(devices=cuda_devices(self._device_type)):
             native = native_formats(self._device_type)
-            wanted = [f for f in formats if not is_scaled(f) or f in native or f in pinned]
+            wanted = [f for f in formats if not is_operands_only(f) or f in native or f in pinned]
             casts = measure_casts(self._device_type, (*wanted, *self.policy.storage.formats))
-            known = casts if self.device is None else self.device.extended(casts=casts.casts)
-            return time_ops(cases, wanted, known)
+            if self.device is None:
+                return time_ops(cases, wanted, casts)
+            _check_switches(self.device, casts.fp32_products)
+            return time_ops(cases, wanted, self.device.extended(casts=casts.casts))
 
     def provisional_plan(self, slot: Slot, arguments: Sequence[Any], state_bytes: int) -> tuple[Plan | None, str]:
         """Before a graph is observed: BF16 for everything that may have it, where an observed FP32 step is predicted to
@@ -236,6 +238,16 @@ def _measurement(proposals: Proposals, found: Outcome, plain: Outcome | None) ->
         loss_change=change,
         gradient_ratio=ratio,
     )
+
+
+def _check_switches(device: Device, now: str) -> None:
+    """`DeviceError` if FP32 is another arithmetic now than the one that was timed."""
+    if device.source == "measured" and device.fp32_products != now:
+        raise DeviceError(
+            f"device {device.name!r} was timed with fp32 products in {device.fp32_products}, and torch computes them in"
+            f" {now} here: time again (leave the device out), or set torch.set_float32_matmul_precision and the"
+            " fp32_precision of torch.backends as they were then"
+        )
 
 
 def cuda_devices(device_type: str) -> list[int]:

@@ -23,13 +23,13 @@ from gfloat.formats import (
 )
 
 from autoprec.errors import InputError
-from autoprec.formats import BF16, FORMATS, FP32, Format, format_named, is_scaled
+from autoprec.formats import BF16, FORMATS, FP32, TF32, Format, format_named, is_scaled
 from autoprec.numerics.dtypes import dtype_of, has_dtype
 from autoprec.numerics.packing import amax_of, decode, encode
 from autoprec.numerics.rounding import from_codes, rounded, to_codes
 
 #: The last five are made up: IEEE-like, without an infinity, evenly spaced.
-NAMES = ["bf16", "fp16", "fp8_e5m2", "fp8_e4m3", "fp8_e3m4", "fp8_e2m5", "fp6_e3m2fn", "int8", "int4"]
+NAMES = ["tf32", "bf16", "fp16", "fp8_e5m2", "fp8_e4m3", "fp8_e3m4", "fp8_e2m5", "fp6_e3m2fn", "int8", "int4"]
 SCALED = [n for n in NAMES if is_scaled(n)]
 
 #: gfloat's integers are two's complement, and its 6-bit formats have no NaN.
@@ -125,7 +125,7 @@ def test_casts_are_those_of_gfloat(name: str) -> None:
         assert same(rounded(x, fmt), torch.from_numpy(expected).float())
 
 
-@pytest.mark.parametrize("name", [f.name for f in FORMATS if f is not FP32])
+@pytest.mark.parametrize("name", [f.name for f in FORMATS if f not in (FP32, TF32)])
 def test_casts_are_those_of_torch(name: str) -> None:
     """Its own E4M3 casts saturate or give NaN, by version: the clamp is ours."""
     fmt = format_named(name)
@@ -148,7 +148,7 @@ def test_casts_are_idempotent_monotone_and_exact_on_numbers_of_the_format(name: 
     assert rounded(kept, fmt).tolist()[:2] == [math.inf, -math.inf] and rounded(kept, fmt).isnan().tolist()[2]
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("bf16", "fp16")])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("tf32", "bf16", "fp16")])
 def test_codes_are_places_in_the_table(name: str) -> None:
     fmt = format_named(name)
     numbers = torch.tensor(numbers_of(fmt), dtype=torch.float32)

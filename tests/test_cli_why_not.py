@@ -261,7 +261,7 @@ def test_a_plan_that_recorded_nothing_says_how_to_get_it(made: Plan, run: Run) -
     [
         (("ruled", "--why-not", "fp8"), "unknown format 'fp8'. Did you mean 'fp8_e5m2' or 'fp8_e4m3'?"),
         (("ruled", "--why-not", "bf61"), "Did you mean 'bf16'?"),
-        (("ruled", "--why-not", ""), "Valid: bf16, fp16, fp32, fp8_e4m3, fp8_e5m2."),
+        (("ruled", "--why-not", ""), "Valid: bf16, fp16, fp32, fp8_e4m3, fp8_e5m2, tf32."),
         (("ruled", "--why-not", "as-is"), "Did you mean 'as_is'?"),
         (("--why-not", "bf16"), "name one, or a glob"),
         (("rulde", "--why-not", "bf16"), "Did you mean 'ruled'?"),

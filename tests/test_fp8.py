@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autoprec.errors import UnsupportedError
-from autoprec.formats import format_named, is_scaled
+from autoprec.formats import TF32, format_named, is_scaled
 from autoprec.numerics import products
 from autoprec.numerics.dtypes import native_formats
 from autoprec.numerics.gemm import ConvOptions, conv, grouped_linear, linear, matmul
@@ -23,12 +23,15 @@ from autoprec.numerics.products import GemmSpec, scaled_product
 from tests.test_casts import by_table, sqnr_db
 
 FORMATS = ["fp32", "bf16", "fp8_e5m2", "fp8_e4m3", "fp8_e3m4", "int8"]
+WITH_TF32 = ["fp32", "tf32", "bf16", "fp8_e5m2"]
 NATIVE = native_formats("cpu")
 
 
 def by_hand(x: Tensor, fmt: str, *, by_row: bool = False) -> Tensor:
     """`x` rounded to a format by the table of its numbers, with the largest power-of-two scale that fits, in the dtype
     in which this device multiplies it."""
+    if fmt == "tf32":
+        return torch.from_numpy(by_table(x.float().numpy(), TF32)).float()
     if not is_scaled(fmt):
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[fmt]
         return x.to(dtype) if fmt in NATIVE else x.to(dtype).float()
@@ -51,7 +54,13 @@ def leaves_of(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def given(output: str) -> torch.dtype:
-    return torch.float32 if output == "fp32" else torch.bfloat16
+    return torch.float32 if output in ("fp32", "tf32") else torch.bfloat16
+
+
+def products_of(count: int) -> list[tuple[str, ...]]:
+    """Formats of so many roles, TF32 beside a few of the others."""
+    some = itertools.product(WITH_TF32, repeat=count)
+    return [*itertools.product(FORMATS, repeat=count), *(r for r in some if "tf32" in r)]
 
 
 def spec_of(roles: tuple[str, str, str], *, rowwise: bool = False) -> GemmSpec:
@@ -59,7 +68,7 @@ def spec_of(roles: tuple[str, str, str], *, rowwise: bool = False) -> GemmSpec:
 
 
 @pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
-@pytest.mark.parametrize("roles", list(itertools.product(FORMATS, repeat=3)), ids="-".join)
+@pytest.mark.parametrize("roles", products_of(3), ids="-".join)
 def test_a_linear_is_three_products_by_hand(roles: tuple[str, str, str], rowwise: bool) -> None:
     """Bitwise: operands rounded by a table, multiplied by torch in the same dtype, the result rounded once."""
     output, grad_input, grad_weight = roles
@@ -79,7 +88,7 @@ def test_a_linear_is_three_products_by_hand(roles: tuple[str, str, str], rowwise
         # What was read for the output is what was kept.
         kept = by_hand(rows, output, by_row=rowwise).float() if is_scaled(output) else rows
         first = by_hand(flat.t().contiguous(), grad_weight, by_row=rowwise)
-        same = beside(grad_weight) == output and not rowwise
+        same = is_scaled(output) and beside(grad_weight) == output and not rowwise
         second = (
             kept.to(first.dtype) if same else by_hand(kept.t().contiguous(), beside(grad_weight), by_row=rowwise).t()
         )
@@ -94,6 +103,8 @@ ROLES = [
     ("fp8_e4m3",) * 3,
     ("bf16", "fp8_e5m2", "fp8_e4m3"),
     ("int8", "fp32", "int8"),
+    ("tf32", "bf16", "tf32"),
+    ("bf16", "tf32", "tf32"),
 ]
 
 
@@ -164,7 +175,7 @@ def test_a_product_of_activations_by_hand(fmt: str) -> None:
             torch.testing.assert_close(found.float(), expected, rtol=2**-6, atol=2**-6 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize(("output", "grad_input"), list(itertools.product(FORMATS, repeat=2)))
+@pytest.mark.parametrize(("output", "grad_input"), products_of(2))
 def test_a_product_of_activations_by_role(output: str, grad_input: str) -> None:
     """Bitwise: what was read for the output is read again for the gradients, rounded to their format."""
     a, b = (t.detach().to(given(output)).requires_grad_() for t in leaves_of(torch.float32, (3, 4, 24), (3, 24, 6)))
@@ -174,7 +185,7 @@ def test_a_product_of_activations_by_role(output: str, grad_input: str) -> None:
     with torch.no_grad():
         left, right = (by_hand(t, output) for t in (a, b))
         assert torch.equal(y, (left @ right).to(given(output)))
-        kept = [t.float() if is_scaled(output) else t.detach() for t in (left, right)]
+        kept = [t.float() for t in (left, right)] if is_scaled(output) else [a.detach(), b.detach()]
         left, right = (t if is_scaled(output) and beside(grad_input) == output else by_hand(t, beside(grad_input))
                        for t in kept)  # fmt: skip
         arriving = by_hand(g, grad_input)

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from autoprec.calibration.structure import TensorMeta, TimingCase, tensors_of
 from autoprec.devices import CastTiming, Device, NoKernel, OpTiming
 from autoprec.execution.measuring import workspace_bytes
-from autoprec.formats import is_scaled, result_format
+from autoprec.formats import is_operands_only, is_scaled, result_format
 from autoprec.graphs import OpClass, Role
 from autoprec.numerics.dtypes import dtype_of, native_formats
 from autoprec.numerics.gemm import conv, grouped_linear, linear, matmul
@@ -28,6 +28,7 @@ from autoprec.numerics.lean import lean
 from autoprec.numerics.norms import norm
 from autoprec.numerics.packing import Packed, decode, encode
 from autoprec.numerics.specs import NORM_SIGNATURE, conv_options, fit_scalars, gemm_spec, norm_call
+from autoprec.numerics.switches import fp32_arithmetic
 from autoprec.tracing.gemms import gemm_arguments
 from autoprec.tracing.kinds import CONVS, GROUPED, out_of_place
 
@@ -97,7 +98,8 @@ def measure_casts(device_type: str, formats: Iterable[str] = ()) -> Device:
     names = (*_FORMATS, *narrow)
     casts = tuple(_cast(device_type, a, b) for a in names for b in names if a != b)
     name = torch.cuda.get_device_name() if device_type == "cuda" else f"cpu {torch.backends.cpu.get_cpu_capability()}"
-    return Device(name=name, type=device_type, native=native_formats(device_type), casts=casts)
+    native, switches = native_formats(device_type), fp32_arithmetic(device_type)
+    return Device(name=name, type=device_type, native=native, casts=casts, fp32_products=switches)
 
 
 @cache
@@ -158,7 +160,7 @@ def _candidates(case: TimingCase, formats: Iterable[str]) -> tuple[str, ...]:
         return ("fp32",)  # nothing to decide, but its seconds and its workspace count
     if not case.op.roles:
         return ()
-    taken = (f for f in formats if case.op.is_plain_product or not is_scaled(f))
+    taken = (f for f in formats if case.op.is_plain_product or not is_operands_only(f))
     return ("fp32",) if case.op.pinned else tuple(dict.fromkeys(("fp32", *taken)))
 
 

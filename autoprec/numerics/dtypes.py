@@ -12,6 +12,7 @@ __all__ = ["dtype_of", "format_of", "has_dtype", "native_formats"]
 
 _DTYPES = {
     "fp32": torch.float32,
+    "tf32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -20,7 +21,7 @@ _DTYPES = {
 
 
 def dtype_of(format_name: str) -> torch.dtype:
-    """The torch dtype of a format."""
+    """The torch dtype of a format; TF32 is a way to multiply FP32 tensors."""
     return _DTYPES[format_name]
 
 
@@ -34,8 +35,9 @@ def format_of(dtype: torch.dtype) -> str:
     return next(name for name, d in _DTYPES.items() if d is dtype)
 
 
-#: Compute capability of the first CUDA devices with FP8 products (Ada; CUDA C programming guide, table of features).
-_FIRST_WITH_FP8 = (8, 9)
+#: Compute capability of the first CUDA devices with products in TF32 (Ampere) and FP8 (Ada; CUDA C programming guide,
+#: table of features).
+_FIRST_WITH_TF32, _FIRST_WITH_FP8 = (8, 0), (8, 9)
 
 
 @cache
@@ -58,6 +60,8 @@ def native_formats(device_type: str) -> tuple[str, ...]:
         names = ["fp32", "fp16"]
         if torch.cuda.is_bf16_supported(including_emulation=False):
             names.append("bf16")
+        if torch.cuda.get_device_capability() >= _FIRST_WITH_TF32:
+            names.append("tf32")
         if torch.cuda.get_device_capability() >= _FIRST_WITH_FP8:
             names += ["fp8_e5m2", "fp8_e4m3"]
         return tuple(names)

@@ -82,7 +82,7 @@ def _refuse_copies(ctx: Any) -> None:
     if ctx.kept_as is not None:
         refuse_double_backward("a layer that keeps its input in a narrow format")
     if not ctx.spec.plain:
-        refuse_double_backward("a product in FP8 or in a format of one's own")
+        refuse_double_backward("a product in TF32, FP8 or a format of one's own")
 
 
 def _unscaled(ctx: Any, grad: Tensor, like: torch.dtype) -> Tensor:
@@ -188,8 +188,9 @@ class _GroupedLinear(torch.autograd.Function):
         _save(ctx, read, weight, kept)
         rows, w = spec.operand(read, spec.output), spec.operand(weight, other_operand(spec.output))
         y = rows.new_zeros(x.shape[0], weight.shape[2])
-        for i, group in enumerate(ctx.groups):
-            torch.mm(rows[group], w[i], out=y[group])
+        with spec.computing(spec.output):
+            for i, group in enumerate(ctx.groups):
+                torch.mm(rows[group], w[i], out=y[group])
         return y.to(spec.result)
 
     @staticmethod
@@ -202,13 +203,15 @@ class _GroupedLinear(torch.autograd.Function):
             g = spec.operand(spec.gradient(grad, spec.grad_input), spec.grad_input)
             w = spec.operand(weight, other_operand(spec.grad_input))
             grad_x = g.new_zeros(grad.shape[0], weight.shape[1])
-            for i, group in enumerate(ctx.groups):
-                torch.mm(g[group], w[i].t(), out=grad_x[group])
+            with spec.computing(spec.grad_input):
+                for i, group in enumerate(ctx.groups):
+                    torch.mm(g[group], w[i].t(), out=grad_x[group])
             grad_x = spec.product(grad_x, spec.grad_input).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
             g = spec.operand(spec.gradient(grad, spec.grad_weight), spec.grad_weight)
             x = spec.operand(read, other_operand(spec.grad_weight))
-            product = torch.stack([_wide_product(x[group].t(), g[group]) for group in ctx.groups])
+            with spec.computing(spec.grad_weight):
+                product = torch.stack([_wide_product(x[group].t(), g[group]) for group in ctx.groups])
             grad_w = _unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
         return grad_x, grad_w, None, None, None, None
 
@@ -244,7 +247,8 @@ class _Conv(torch.autograd.Function):
         w = spec.operand(weight, other_operand(spec.output))
         b = None if bias is None else bias.to(spec.result).to(w.dtype)
         x_read, o = spec.operand(read, spec.output), options
-        return torch.convolution(x_read, w, b, o.stride, o.padding, o.dilation, *o.last).to(spec.result)
+        with spec.computing(spec.output):
+            return torch.convolution(x_read, w, b, o.stride, o.padding, o.dilation, *o.last).to(spec.result)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -258,7 +262,8 @@ class _Conv(torch.autograd.Function):
             x = spec.operand(read, other_operand(spec.grad_weight))
             w = spec.operand(weight, other_operand(spec.grad_weight))
             g = spec.operand(spec.gradient(grad, spec.grad_weight), spec.grad_weight)
-            product = _conv_backward(ctx.options, g, x, w, 1)
+            with spec.computing(spec.grad_weight):
+                product = _conv_backward(ctx.options, g, x, w, 1)
             grad_w = _unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_b = _unscaled(ctx, _channel_sums(grad, spec.grad_weight), weight.dtype)
@@ -273,13 +278,18 @@ def _conv_input_gradient(spec: GemmSpec, o: ConvOptions, grad: Tensor, read: Ten
     """
     w = spec.operand(weight, other_operand(spec.grad_input))
     g = spec.operand(spec.gradient(grad, spec.grad_input), spec.grad_input)
+    with spec.computing(spec.grad_input):
+        return spec.product(_conv_adjoint(o, g, read, w), spec.grad_input)
+
+
+def _conv_adjoint(o: ConvOptions, g: Tensor, read: Tensor | Packed, w: Tensor) -> Tensor:
     if isinstance(read, Tensor) and read.dtype == w.dtype:
-        return spec.product(_conv_backward(o, g, read, w, 0), spec.grad_input)
+        return _conv_backward(o, g, read, w, 0)
     shape = read.payload.shape if isinstance(read, Packed) else read.shape
     sizes = zip(shape[2:], g.shape[2:], w.shape[2:], o.stride, o.padding, o.dilation, strict=True)
     rest = [0 if o.transposed else n - ((m - 1) * s - 2 * p + d * (k - 1) + 1) for n, m, k, s, p, d in sizes]
     made = torch.convolution(g, w, None, o.stride, o.padding, o.dilation, not o.transposed, rest, o.groups)
-    return spec.product(made[tuple(map(slice, shape))], spec.grad_input)
+    return made[tuple(map(slice, shape))]
 
 
 def _conv_backward(o: ConvOptions, grad: Tensor, x: Tensor, weight: Tensor, which: int) -> Tensor:
@@ -301,7 +311,8 @@ class _Matmul(torch.autograd.Function):
         ctx.kept_as = left.format if isinstance(left, Packed) else None
         kept = [(t.payload, t.inverse_scale) if isinstance(t, Packed) else (t, None) for t in (left, right)]
         ctx.save_for_backward(*kept[0], *kept[1])
-        return (spec.operand(left, spec.output) @ spec.operand(right, spec.output)).to(spec.result)
+        with spec.computing(spec.output):
+            return (spec.operand(left, spec.output) @ spec.operand(right, spec.output)).to(spec.result)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -315,10 +326,12 @@ class _Matmul(torch.autograd.Function):
         g = spec.operand(spec.gradient(grad, fmt), fmt)
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            product = _product_to(g, spec.operand(b, beside).mT, shape_a)
+            with spec.computing(fmt):
+                product = _product_to(g, spec.operand(b, beside).mT, shape_a)
             grad_a = spec.product(product, fmt).to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
-            product = _product_to(spec.operand(a, beside).mT, g, shape_b)
+            with spec.computing(fmt):
+                product = _product_to(spec.operand(a, beside).mT, g, shape_b)
             grad_b = spec.product(product, fmt).to(ctx.dtypes[1])
         return grad_a, grad_b, None
 

@@ -2,20 +2,24 @@
 
 A product is computed in the format of its operands where the device does that; elsewhere the rounded operands are
 upcast (exactly), multiplied with FP32 accumulation, and the result is rounded once: it is emulated. FP8 products come
-out in BF16 or FP32. FP8 tensors are bytes here, never a torch dtype with which a plain product would go along.
+out in BF16 or FP32. FP8 tensors are bytes here, never a torch dtype with which a plain product would go along. A device
+with products in TF32 rounds FP32 operands itself (and how it does is its own affair); elsewhere they are rounded here.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autoprec.formats import is_scaled, other_operand, result_format
+from autoprec.formats import TF32, is_operands_only, is_scaled, other_operand, result_format
 from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.packing import Packed, decode, encode
+from autoprec.numerics.rounding import rounded
+from autoprec.numerics.switches import tf32_products
 
 __all__ = ["GemmSpec", "rows_times_rows"]
 
@@ -63,7 +67,13 @@ class GemmSpec:
         if is_scaled(fmt):
             return decode(self.packed(x, fmt), self.wide(fmt))
         x = decode(x, dtype_of(fmt)) if isinstance(x, Packed) else x.to(dtype_of(fmt))
-        return x if fmt in self.native else x.float()
+        if fmt in self.native:
+            return x
+        return rounded(x, TF32) if fmt == TF32.name else x.float()
+
+    def computing(self, fmt: str) -> AbstractContextManager[None]:
+        """To be around the product itself: where the device has TF32, FP32 operands are multiplied in it."""
+        return tf32_products() if fmt == TF32.name and fmt in self.native else nullcontext()
 
     def wide(self, fmt: str) -> torch.dtype:
         """A dtype that has all numbers of a narrow format, and in which the device computes."""
@@ -73,7 +83,7 @@ class GemmSpec:
     @property
     def plain(self) -> bool:
         """Whether every operand is a cast that autograd can follow, so that there are second derivatives."""
-        return not any(map(is_scaled, (self.output, self.grad_input, self.grad_weight)))
+        return not any(map(is_operands_only, (self.output, self.grad_input, self.grad_weight)))
 
     def shifts(self, fmt: str) -> bool:
         """Whether the arriving gradient needs the local scale in this format."""
@@ -98,9 +108,10 @@ def rows_times_rows(
     left, right = spec.operand(a, fmt), spec.operand(b, beside)
     if left.is_cuda and dtype is torch.float32 and left.dtype is not torch.float32 and bias is None:
         return torch.mm(left, right.t(), out_dtype=torch.float32)  # as it was accumulated
-    if bias is None:
-        return (left @ right.t()).to(dtype)
-    return F.linear(left, right, bias.to(spec.result).to(left.dtype)).to(dtype)
+    with spec.computing(fmt):
+        if bias is None:
+            return (left @ right.t()).to(dtype)
+        return F.linear(left, right, bias.to(spec.result).to(left.dtype)).to(dtype)
 
 
 def scaled_product(a: Packed, b: Packed, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

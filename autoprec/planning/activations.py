@@ -130,10 +130,10 @@ class Activations:
         found = []
         for fmt in self._prices.narrow:
             variance = 0.0
-            if not fmt.scaled:
+            if not fmt.operands_only:
                 variance += max((relative_error(self._prices.values(t), fmt) for t in op.outputs), default=0.0)
             variance += gain * sum(
-                relative_error(self._prices.values(t), fmt) for t in (read if fmt.scaled else inputs)
+                relative_error(self._prices.values(t), fmt) for t in (read if fmt.operands_only else inputs)
             )
             if product and op.weights:
                 beside = format_named(other_operand(fmt.name))

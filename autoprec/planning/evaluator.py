@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Self
 
-from autoprec.formats import is_scaled, other_operand, result_format
+from autoprec.formats import held_as, is_scaled, other_operand, result_format
 from autoprec.graphs import Role
 from autoprec.planning.values import (
     Choice,
@@ -96,6 +96,10 @@ class Step:
         """The format of a unit; FP32 where nothing is decided."""
         return "fp32" if unit is None else self.problem.units[unit].options[self.options[unit]]
 
+    def copy(self, unit: int | None) -> str:
+        """The format of the copy that a unit's op reads: its own, FP32 for TF32."""
+        return held_as(self.format(unit))
+
     def result(self, unit: int | None) -> str:
         """The format in which a unit's op is given tensors and gives its result: its own, BF16 for FP8."""
         return result_format(self.format(unit))
@@ -106,7 +110,7 @@ class Step:
         born = self.result(t.born)
         last = {(born, t.birth): t.birth}
         for use in t.readers:
-            for f in dict.fromkeys((self.result(use.unit), self.format(use.unit))):
+            for f in dict.fromkeys((self.result(use.unit), self.copy(use.unit))):
                 last[f, t.birth] = max(last.get((f, t.birth), t.birth), use.moment)
         for f, _ in last:
             if is_scaled(f):
@@ -119,9 +123,9 @@ class Step:
             self.store(t, self.stored[index])
         else:
             for use in t.savers:
-                key = (self.format(use.unit), t.birth if use.kept_from is None else use.kept_from)
+                key = (self.copy(use.unit), t.birth if use.kept_from is None else use.kept_from)
                 last[key] = max(last.get(key, t.birth), p.backward(use.moment))
-            self.saved += sum(t.bytes_in(f) for f in {self.format(u.unit) for u in t.savers if u.kept_from is None})
+            self.saved += sum(t.bytes_in(f) for f in {self.copy(u.unit) for u in t.savers if u.kept_from is None})
         for (f, begin), end in last.items():
             self.hold(t.id, begin, end, t.bytes_in(f))
         self.gradients(t, born)
@@ -147,11 +151,11 @@ class Step:
         ReLUs that made it."""
         p = self.problem
         moment, unit = t.stored_by
-        self.seconds += p.cast_seconds(self.format(unit), storage, t.numel)
+        self.seconds += p.cast_seconds(self.copy(unit), storage, t.numel)
         self.hold(t.id, moment, p.backward(moment), t.stored_bytes(storage))
         self.saved += t.stored_bytes(storage)
         for saver in t.others:
-            f, then = self.format(saver.unit), p.backward(saver.moment)
+            f, then = self.copy(saver.unit), p.backward(saver.moment)
             if f != storage:
                 self.seconds += p.cast_seconds(storage, f, saver.numel)
                 self.hold(f"{t.id} read again", then, then, saver.numel * bytes_of(f))
@@ -168,13 +172,13 @@ class Step:
         and each casts for itself."""
         p, moment = self.problem, self.problem.backward(gemm.moment)
         made, h, g = (self.result(u) for u in (gemm.output, gemm.grad_input, gemm.grad_weight))
-        x, out, read = gemm.x_numel, gemm.out_numel, self.storage_read(gemm) or self.format(gemm.output)
-        beside = other_operand(self.format(gemm.grad_weight))
+        x, out, read = gemm.x_numel, gemm.out_numel, self.storage_read(gemm) or self.copy(gemm.output)
+        beside = held_as(other_operand(self.format(gemm.grad_weight)))
         # A product in FP8 makes its copies of gradients and weights itself: they are in its own seconds.
         of_input = [(made, h, out, h), (h, made, x, h)] if gemm.has_grad_input else []
         if gemm.operands_numel:
-            again = other_operand(self.format(gemm.grad_input))
-            of_input.append((self.format(gemm.output), again, gemm.operands_numel, again))
+            again = held_as(other_operand(self.format(gemm.grad_input)))
+            of_input.append((self.copy(gemm.output), again, gemm.operands_numel, again))
         of_weight = [(made, g, out, g), (read, beside, x, beside)] if gemm.has_grad_weight else []
         held = []
         for unit, casts in ((gemm.grad_input, of_input), (gemm.grad_weight, of_weight)):
@@ -234,7 +238,7 @@ class Step:
         storage = self.storage_read(gemm)
         if storage is not None:
             return total + sum(energy for f, energy in gemm.stored_noise if f == storage)
-        read = {self.format(gemm.output), made, other_operand(g), self.result(self.problem.tensors[gemm.x].born)}
+        read = {self.copy(gemm.output), made, other_operand(g), self.result(self.problem.tensors[gemm.x].born)}
         return total + sum(energy for f, energy in gemm.x_noise if f in read)
 
 

@@ -113,8 +113,8 @@ def _uniform(forward: tuple[GradientNode, ...], fmt: Format) -> dict[int, float]
 
 
 def _beside_result(local: dict[str, float], fmt: Format) -> float:
-    """What FP8 operands add to what the format of their results counts anyway."""
-    return max(0.0, local[fmt.name] - local[result_format(fmt.name)]) if fmt.scaled else local[fmt.name]
+    """What operands in FP8 or TF32 add to what the format of their results counts anyway."""
+    return max(0.0, local[fmt.name] - local.get(result_format(fmt.name), 0.0)) if fmt.operands_only else local[fmt.name]
 
 
 def _jumps(op: Op, fmt: Format, variance: float, graph: OpGraph, prices: Prices) -> float:

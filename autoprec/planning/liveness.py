@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autoprec.planning.values import PlanTensor, Problem, bytes_of, result_of
+from autoprec.planning.values import PlanTensor, Problem, bytes_of, copy_of, result_of
 
 __all__ = ["Demand", "demands"]
 
@@ -35,10 +35,11 @@ def demands(problem: Problem, moment: int) -> Iterator[Demand]:
         if t.birth > moment:
             continue
         uses = [use.unit for use in t.readers if t.birth == moment or use.moment >= moment]
-        reading = [*map(result_of, uses), *uses]
+        reading = [*map(result_of, uses), *map(copy_of, uses)]
         if t.birth == moment:
             reading = [result_of(t.born), *reading]
-        keeping = [use.unit for use in t.savers if (use.kept_from or 0) <= moment <= problem.backward(use.moment)]
+        live = [u for u in t.savers if (u.kept_from or 0) <= moment <= problem.backward(u.moment)]
+        keeping = [copy_of(use.unit) for use in live]
         if reading or keeping:
             formats = dict.fromkeys(f for u in (*reading, *keeping) for f in problem.formats_of(u))
             yield Demand(

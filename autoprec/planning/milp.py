@@ -32,6 +32,7 @@ from autoprec.planning.values import (
     Problem,
     Unit,
     bytes_of,
+    copy_of,
     other_operand_of,
     owner,
     result_of,
@@ -214,7 +215,7 @@ class Program(Rows):
             self._casts_to(result_of(t.born), reading, t.numel, back=t.casts_back, runs=t.runs)
             self._narrow_operands(t)
             spared = self.stored.get(i)
-            savers = [use.unit for use in t.savers if use.kept_from is None]
+            savers = [copy_of(use.unit) for use in t.savers if use.kept_from is None]
             kept = dict.fromkeys(f for unit in savers for f in self.formats(unit))
             costs = {f: self._byte * t.bytes_in(f) for f in kept}
             self.copies(costs, (), savers, spared)
@@ -232,10 +233,10 @@ class Program(Rows):
         """Bytes of a narrow copy, seconds of making it, and of reading it by all but GEMMs."""
         p = self.problem
         self.cost[binary] += self._byte * (t.stored_bytes(storage) + len(t.masks) * t.mask_bytes)
-        maker = t.stored_by[1]
+        maker = copy_of(t.stored_by[1])
         self._one_of(binary, maker, {f: p.cast_seconds(f, storage, t.numel) for f in self.formats(maker)})
         for saver in t.others:
-            read = self._read(binary, storage, saver.unit, saver.numel)
+            read = self._read(binary, storage, copy_of(saver.unit), saver.numel)
             self.workspace.setdefault(p.backward(saver.moment), []).extend(read)
 
     def _read(self, binary: int, storage: str, unit: int | None, numel: int) -> list[_Held]:
@@ -252,14 +253,14 @@ class Program(Rows):
             self._casts_to(made, [h], gemm.out_numel, back=False, held=of_input)
             self._result_casts(gemm, of_input)
         if gemm.operands_numel:
-            again = other_operand_of(gemm.grad_input)
-            self._casts_to(gemm.output, [again], gemm.operands_numel, back=False, held=of_input)
+            again = copy_of(other_operand_of(gemm.grad_input))
+            self._casts_to(copy_of(gemm.output), [again], gemm.operands_numel, back=False, held=of_input)
         if not gemm.has_grad_weight:
             return
         spared = self._stores(gemm)
         self._casts_to(made, [g], gemm.out_numel, back=False, held=of_weight)
-        beside = other_operand_of(gemm.grad_weight)
-        self._casts_to(gemm.output, [beside], gemm.x_numel, back=False, held=of_weight, spared=spared)
+        beside = copy_of(other_operand_of(gemm.grad_weight))
+        self._casts_to(copy_of(gemm.output), [beside], gemm.x_numel, back=False, held=of_weight, spared=spared)
         if spared is not None:
             for storage in p.tensors[gemm.x].storages:
                 of_weight += self._read(self.s[gemm.x, storage], storage, beside, gemm.x_numel)
@@ -337,7 +338,7 @@ class Program(Rows):
                     event = self.any_of([self.is_in(u, f) for u in (made, g, result_of(g))])
                     total.add(event, min(energy / row.limit, _CAP))
                 spared = self._stores(gemm)
-                units = (gemm.output, made, other_operand_of(g), result_of(p.tensors[gemm.x].born))
+                units = (copy_of(gemm.output), made, other_operand_of(g), result_of(p.tensors[gemm.x].born))
                 read = self.copies({f: 0.0 for f, _ in gemm.x_noise}, (), units, spared)
                 for f, energy in gemm.x_noise:
                     total.add(read[f], min(energy / row.limit, _CAP))

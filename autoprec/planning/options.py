@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from autoprec.devices import Device
 from autoprec.errors import InfeasibleError
-from autoprec.formats import Format, format_named, is_scaled
+from autoprec.formats import Format, format_named, is_operands_only, is_scaled, result_format
 from autoprec.graphs import KERNEL_PRODUCTS, Op, OpClass, OpGraph, Role, TensorKind
 from autoprec.planning.noise import saturates_by_design
 from autoprec.planning.pricing import Prices
@@ -102,7 +102,7 @@ def options_of(
                 if not rule.allows(name):
                     options.drop(name, f"rule ({rule_text})")
             options.gives_way = rule.optional and "fp32" in options.dropped
-        for name in [f for f in options.formats if is_scaled(f)]:
+        for name in [f for f in options.formats if is_operands_only(f)]:
             if reason := _not_computed(op, name, device, pinned=rule is not None and rule.pin == name):
                 options.drop(name, reason)
         for name in list(options.formats):
@@ -129,9 +129,9 @@ def _narrowness(name: str) -> tuple[int, int, str]:
     return -fmt.bits, -fmt.exponent_bits, name
 
 
-#: Why formats with a scale are not for an op, whatever it computes: of its kind, and of the device.
+#: Why formats of operands alone are not for an op, whatever it computes: of its kind, and of the device.
 _OF_ITS_KIND = "products alone are computed in it"
-_OF_THE_DEVICE = "would emulate it, which takes longer than bf16; a rule that pins it has it emulated"
+_OF_THE_DEVICE = "; a rule that pins it has it emulated"
 
 
 def goes_without_saying(reason: str) -> bool:
@@ -144,13 +144,15 @@ _FP8_KINDS = ("linear", "addmm", "matmul", "mm")
 
 
 def _not_computed(op: Op, format_name: str, device: Device, *, pinned: bool) -> str:
-    """Why an op cannot have a format with a scale, or had better not, or ""."""
+    """Why an op cannot have a format of operands alone, or had better not, or ""."""
     if not op.is_plain_product:
         return _OF_ITS_KIND
-    native = format_name in device.native and op.kind in _FP8_KINDS and bool(op.weights)
+    native = format_name in device.native
+    if is_scaled(format_name):
+        native = native and op.kind in _FP8_KINDS and bool(op.weights)
     if native or pinned:
         return ""
-    return f"{device.name} {_OF_THE_DEVICE}"
+    return f"{device.name} would emulate it, which takes longer than {result_format(format_name)}{_OF_THE_DEVICE}"
 
 
 def _needed(op: Op, role: Role, graph: OpGraph) -> bool:
@@ -252,8 +254,8 @@ def _tie_kernel(output: Options, gradients: Options) -> bool:
 def _tie_in_place(by_op: dict[str, Options], op: Op, owner: str | None) -> bool:
     """Make the options of two ops equal; whether anything changed."""
     mine, theirs = by_op.get(op.id), by_op.get(owner) if owner else None
-    if theirs and any(map(is_scaled, theirs.formats)):  # what changes in place must compute as the product does
-        theirs.keep([f for f in theirs.formats if not is_scaled(f)], f"{op.id} changes its result in place")
+    if theirs and any(map(is_operands_only, theirs.formats)):  # what changes in place must compute as the product does
+        theirs.keep([f for f in theirs.formats if not is_operands_only(f)], f"{op.id} changes its result in place")
     a = mine.formats if mine else ["fp32"]
     b = theirs.formats if theirs else ["fp32"]
     if a == b:

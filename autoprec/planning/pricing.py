@@ -124,11 +124,11 @@ class Prices:
         """Relative variance of rounding the gradient that arrives at an op's outputs.
 
         Without a histogram: 2^(−2m)/12, the largest that in-range rounding can be. Recurrent layers round more than
-        that on the way to their inputs and weights: see `_LSTM_ROUNDINGS`. In a format with a scale the weight that the
-        gradient is multiplied by is rounded as coarsely.
+        that on the way to their inputs and weights: see `_LSTM_ROUNDINGS`. In a format of operands alone the weight
+        that the gradient is multiplied by is rounded as coarsely.
         """
         found = self._roundings(op) * self._arriving_variance(op, fmt)
-        if fmt.scaled and op.op_class is OpClass.GEMM:
+        if fmt.operands_only and op.op_class is OpClass.GEMM:
             beside = format_named(other_operand(fmt.name))
             weights = [h for t in op.inputs[1:2] if (h := self.values(t)) is not None and h.energy > 0.0]
             found += sum(error_energy(h, beside, current_scale_log2(beside, h.amax)) / h.energy for h in weights)

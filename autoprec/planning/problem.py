@@ -21,7 +21,7 @@ from itertools import product
 
 from autoprec.devices import Device
 from autoprec.errors import DeviceError, ProfileError
-from autoprec.formats import is_scaled, other_operand, result_format
+from autoprec.formats import held_as, is_scaled, other_operand, result_format
 from autoprec.graphs import KERNEL_PRODUCTS, Op, OpClass, OpGraph, Role, TensorKind, TensorSpec, shared_path
 from autoprec.planning.activations import Activations
 from autoprec.planning.flow import Flow
@@ -208,6 +208,7 @@ class _Builder:
     def _check_casts(self, storages: set[str]) -> None:
         computed = {"fp32"} | {f for u in self.units for f in u.options}
         computed |= {f(c) for c in computed for f in (result_format, other_operand)}
+        computed = set(map(held_as, computed))
         for a, b in product(sorted(computed | storages), repeat=2):
             if a != b and (a in computed or b in computed):
                 self.device.cast_seconds(a, b, 0)
@@ -261,7 +262,7 @@ class _Builder:
         where the device was not asked, by what is known to be cast.
 
         A narrow product holds the casts of its weights; where the device does not compute in the format, also the
-        operands upcast to FP32 and the product before it is rounded.
+        operands upcast to FP32 (or rounded there, for TF32) and the product before it is rounded.
         """
         op, role = options.op, options.role
         measured = self.device.workspace_by_key.get((op.timing_key, role, format_name))
@@ -269,7 +270,7 @@ class _Builder:
             return measured
         if not op.is_plain_product or format_name == "fp32":
             return 0, 0
-        size = weights * bytes_of(format_name)
+        size = weights * bytes_of(format_name) if held_as(format_name) == format_name else 0
         if is_scaled(format_name):
             size += weights * bytes_of(result_format(format_name))
         elif format_name not in self.device.native:

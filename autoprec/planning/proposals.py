@@ -47,8 +47,8 @@ class Proposal:
 
 def rivals(problem: Problem, solution: Solution, formats: tuple[str, ...]) -> tuple[Proposal, ...]:
     """The solver's choice first, then one for each format of the policy; of equal choices one. The solver's has the
-    name of the format if it uses that one throughout."""
-    choices = {name: uniform_choice(problem, name) for name in formats}
+    name of the format if it uses that one throughout; where none may have another, all are "fp32"."""
+    choices = {name: uniform_choice(problem, name) for name in sorted(formats, key=lambda f: f != "fp32")}
     own = next((name for name, choice in choices.items() if choice == solution.choice), SOLVER)
     found = [Proposal(name=own, solution=solution)]
     for name, choice in choices.items():

@@ -8,7 +8,8 @@ their `output`, and what checkpoints recompute as often as it runs.
 
 * Casts of activations, which the planner prices itself, are not in a role. A product's casts of its parameters, and of
   its weight's gradient back to FP32, are.
-* A product in a format that the device lacks: operands upcast, multiplied in FP32, the result rounded, a kernel each.
+* A product in a format that the device lacks: operands upcast, multiplied in FP32, the result rounded, a kernel each;
+  for TF32 operands rounded and multiplied in FP32.
 * Norms in FP16 are computed in FP32, and once more in the backward pass (`numerics.norms`).
 * Views, and ops that are not known, cost nothing, as where they are measured.
 """
@@ -19,7 +20,7 @@ import math
 from collections.abc import Iterator
 
 from autoprec.devices import CastTiming, Datasheet, Device, OpTiming
-from autoprec.formats import COMPUTE_FORMATS, format_named, is_scaled, result_format
+from autoprec.formats import COMPUTE_FORMATS, format_named, held_as, is_operands_only, is_scaled, result_format
 from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind, TensorSpec
 from autoprec.planning.options import reads_narrow
 from autoprec.planning.problem import ITEM_BYTES
@@ -62,7 +63,7 @@ def _formats(op: Op) -> tuple[str, ...]:
         return ()
     if op.pinned:
         return ("fp32",)
-    return tuple(f for f in COMPUTE_FORMATS if op.is_plain_product or not is_scaled(f))
+    return tuple(f for f in COMPUTE_FORMATS if op.is_plain_product or not is_operands_only(f))
 
 
 class _Model:
@@ -93,13 +94,15 @@ class _Model:
         return passes * self.launch, size / self.bytes_per_second
 
     def _cast_seconds(self, source: str, target: str, numel: int) -> float:
+        source, target = held_as(source), held_as(target)
         call, element = self.cast(source, target)
         return call + element * numel if source != target and numel else 0.0
 
     def casts(self) -> Iterator[CastTiming]:
-        """Between all formats."""
-        for source in COMPUTE_FORMATS:
-            for target in COMPUTE_FORMATS:
+        """Between all formats that a tensor can be in."""
+        held = dict.fromkeys(map(held_as, COMPUTE_FORMATS))
+        for source in held:
+            for target in held:
                 if source != target:
                     call, element = self.cast(source, target)
                     yield CastTiming(source=source, target=target, seconds_per_element=element, seconds_per_call=call)
@@ -112,7 +115,9 @@ class _Model:
         if is_scaled(name):  # emulated in BF16, as exactly as there
             up, per_up = self.cast(name, "bf16")
             return len(operands) * up + per_up * sum(operands) + self.product(flops, operands, result, "bf16")
-        up, per_up = self.cast(name, "fp32")
+        up, per_up = self.cast(name, "fp32")  # for TF32: rounded, in as many bytes
+        if held_as(name) == "fp32":
+            return len(operands) * up + per_up * sum(operands) + self.product(flops, operands, result, "fp32")
         down, per_down = self.cast("fp32", name)
         around = len(operands) * up + per_up * sum(operands) + down + per_down * result
         return around + self.product(flops, operands, result, "fp32")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from autoprec.formats import other_operand, result_format
+from autoprec.formats import held_as, other_operand, result_format
 from autoprec.graphs import Role
 from autoprec.planning.decisions import Decisions
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
@@ -56,6 +56,7 @@ class Tabulated:
         number = decisions.number
         self._result = np.array([number[result_format(f)] for f in decisions.formats], np.int64)
         self._beside = np.array([number[other_operand(f)] for f in decisions.formats], np.int64)
+        self._copy = np.array([number[held_as(f)] for f in decisions.formats], np.int64)
         self._cast_table()
         self.constant = self._second * problem.constant_seconds
         change = np.zeros(2 * len(problem.ops) + 1, np.int64)
@@ -189,8 +190,9 @@ class Tabulated:
 
     def _complain(self) -> None:
         """Raise the error of the first cast without a timing."""
-        for a in self.decisions.formats:
-            for b in self.decisions.formats:
+        held = dict.fromkeys(map(held_as, self.decisions.formats))
+        for a in held:
+            for b in held:
                 self.problem.cast_seconds(a, b, 0)
 
     # Tensors
@@ -272,10 +274,10 @@ class Tabulated:
         columns = [entries.format(place) for place in places]
         born, own = self._result[columns[0]], columns[1 : 1 + nr]
         readers = [self._result[c] for c in own]
-        savers = columns[1 + nr : 1 + nr + ns]
+        savers = [self._copy[c] for c in columns[1 + nr : 1 + nr + ns]]
         senders = [self._result[c] for c in columns[1 + nr + ns : 1 + nr + ns + ng]]
         sums = [self._result[c] for c in columns[1 + nr + ns + ng : 1 + nr + ns + ng + nu]]
-        scaled = [np.where(self._result[c] != c, c, -1) for c in own]
+        scaled = [np.where(self._result[c] != self._copy[c], c, -1) for c in own]
         if stored:  # what is stored narrow is not kept as it is
             savers = [np.where(columns[-1] >= 0, -1, c) for c in savers]
         numel, wide = figures[0], figures[1]
@@ -321,7 +323,7 @@ class Tabulated:
 
     def _stores(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
         (storage, maker), masks = pattern.reads
-        kept, made = entries.format(storage), entries.format(maker)
+        kept, made = entries.format(storage), self._copy[entries.format(maker)]
         there = kept >= 0
         numel, mask = figures[0], figures[3]
         first, last, *moments = (figures[k].astype(np.int64) for k in (1, 2, *range(4, 4 + 2 * masks)))
@@ -335,7 +337,7 @@ class Tabulated:
 
     def _others(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
         ((storage, unit),) = pattern.reads
-        kept, read = entries.format(storage), entries.format(unit)
+        kept, read = entries.format(storage), self._copy[entries.format(unit)]
         casts = (kept >= 0) & (kept != read)
         numel, then, place = figures[0], figures[1].astype(np.int64), figures[2].astype(np.int64)
         seconds = np.where(casts, self._cast(np.where(casts, kept, read), read, numel), 0.0)
@@ -368,7 +370,7 @@ class Tabulated:
     def _gemms(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
         places, stored, has_input, has_weight, reads_again = pattern.reads
         own, h, g, kept = (entries.format(place) for place in places)
-        made, beside = self._result[own], self._beside[g]
+        made, beside = self._result[own], self._copy[self._beside[g]]
         there = kept >= 0 if stored else np.zeros(entries.count, np.bool_)
         x, out, operands, moment = *figures[:3], figures[3].astype(np.int64)
         n, width = self._formats, np.array(self._sizes, np.float64)
@@ -378,9 +380,10 @@ class Tabulated:
             back = self._result[h]
             of_input = [(made, back, out, back), (back, made, x, back)]
         if reads_again:
-            of_input.append((own, self._beside[h], operands, self._beside[h]))
+            again = self._copy[self._beside[h]]
+            of_input.append((self._copy[own], again, operands, again))
         if has_weight:
-            to, read = self._result[g], np.where(there, kept, own)
+            to, read = self._result[g], np.where(there, kept, self._copy[own])
             of_weight = [(made, to, out, to), (read, beside, x, beside)]
         seconds, held = np.zeros((len(scopes), entries.count)), []
         for size, casts in ((figures[4 : 4 + n][h].T, of_input), (figures[4 + n : 4 + 2 * n][g].T, of_weight)):
@@ -400,7 +403,7 @@ class Tabulated:
         n, row = self._formats, figures[0].astype(np.int64)
         arriving, read, narrow = (figures[1 + k * n : 1 + (k + 1) * n] for k in range(3))
         amount = self._sum(self._any([made, g, self._result[g]], entries.count), arriving)
-        operands = [own, made, self._beside[g], born]
+        operands = [self._copy[own], made, self._beside[g], born]
         amount += self._sum([f & ~there for f in self._any(operands, entries.count)], read)
         amount += self._sum([f & there for f in self._any([kept], entries.count)], narrow)
         return self._group(scopes, entries, noise=Noise(row, amount))

@@ -13,7 +13,7 @@ from typing import Literal
 
 from autoprec.devices import CastTiming
 from autoprec.errors import DeviceError
-from autoprec.formats import format_named, other_operand, result_format
+from autoprec.formats import format_named, held_as, other_operand, result_format
 from autoprec.graphs import Role
 from autoprec.plans import Violation
 
@@ -31,6 +31,7 @@ __all__ = [
     "Violation",
     "WeightRow",
     "bytes_of",
+    "copy_of",
     "other_operand_of",
     "owner",
     "result_of",
@@ -43,8 +44,8 @@ def bytes_of(format_name: str) -> int:
     return format_named(format_name).bytes
 
 
-#: Beside units, by number, programs speak of what goes with them: 2^30 and 2^31 apart.
-_RESULT, _BESIDE = 1 << 30, 1 << 31
+#: Beside units, by number, programs speak of what goes with them: 2^30, 2^31 and 2^32 apart.
+_RESULT, _BESIDE, _COPY = 1 << 30, 1 << 31, 1 << 32
 
 
 def result_of(unit: int | None) -> int | None:
@@ -57,9 +58,14 @@ def other_operand_of(unit: int) -> int:
     return unit | _BESIDE
 
 
+def copy_of(unit: int | None) -> int | None:
+    """What stands for the format of the copy that a unit's op, or what goes with it, reads (FP32 for TF32)."""
+    return None if unit is None else unit | _COPY
+
+
 def owner(unit: int) -> int:
     """The unit that something goes with, or that it is."""
-    return unit & ~(_RESULT | _BESIDE)
+    return unit & ~(_RESULT | _BESIDE | _COPY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,7 +329,9 @@ class Problem:
         options = self.units[owner(unit)].options
         if unit & _RESULT:
             return tuple(map(result_format, options))
-        return tuple(map(other_operand, options)) if unit & _BESIDE else options
+        if unit & _BESIDE:
+            options = tuple(map(other_operand, options))
+        return tuple(map(held_as, options)) if unit & _COPY else options
 
     def backward(self, moment: int) -> int:
         """The moment at which the op of a forward moment runs backward."""

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from autoprec.devices import CastTiming, Device
-from autoprec.formats import COMPUTE_FORMATS, FORMATS, STORAGE_FORMATS, format_named
+from autoprec.formats import FORMATS, format_named, held_as
 from autoprec.planning.reasons import seconds_text
 
 __all__ = ["Support", "casts_table", "device_data", "support", "support_table"]
@@ -16,7 +16,7 @@ __all__ = ["Support", "casts_table", "device_data", "support", "support_table"]
 
 @dataclass(frozen=True, kw_only=True)
 class Support:
-    """What a device does with one format: arithmetic is "native", "emulated" or "no"; storage is true or false."""
+    """What a device does with one format: arithmetic is "native" or "emulated"; storage: whether tensors are in it."""
 
     format: str
     arithmetic: str
@@ -25,30 +25,25 @@ class Support:
 
 def support(device: Device) -> tuple[Support, ...]:
     """Of every format that autoprec knows."""
-
-    def arithmetic(name: str) -> str:
-        if name in device.native:
-            return "native"
-        return "emulated" if name in COMPUTE_FORMATS else "no"
-
     return tuple(
-        Support(format=f.name, arithmetic=arithmetic(f.name), storage=f.name in (*COMPUTE_FORMATS, *STORAGE_FORMATS))
+        Support(
+            format=f.name,
+            arithmetic="native" if f.name in device.native else "emulated",
+            storage=held_as(f.name) == f.name,
+        )
         for f in FORMATS
     )
 
 
 def support_table(device: Device) -> Table:
     """One row per format."""
-    table = Table(title=f"{device.name} ({device.type})", title_justify="left")
+    table = Table(title=f"{device.name} ({device.type}), fp32 products: {device.fp32_products}", title_justify="left")
     for name in ("format", "matrix products", "kept for backward"):
         table.add_column(name)
-    words = {
-        "native": "native",
-        "emulated": "emulated: rounded, upcast to fp32, multiplied, rounded",
-        "no": "not at all",
-    }
     for s in support(device):
-        table.add_row(s.format, words[s.arithmetic], "yes" if s.storage else "no")
+        emulated = "rounded, upcast to fp32, multiplied, rounded" if s.storage else "rounded, multiplied in fp32"
+        products = s.arithmetic if s.arithmetic == "native" else f"emulated: {emulated}"
+        table.add_row(s.format, products, "yes" if s.storage else "as fp32")
     return table
 
 
@@ -74,6 +69,7 @@ def device_data(device: Device) -> dict[str, Any]:
     return {
         "name": device.name,
         "type": device.type,
+        "fp32_products": device.fp32_products,
         "formats": [{"format": s.format, "arithmetic": s.arithmetic, "storage": s.storage} for s in support(device)],
         "casts": [
             {

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from autoprec.errors import PlanError
-from autoprec.formats import is_scaled, result_format
+from autoprec.formats import is_operands_only, is_scaled, result_format
 from autoprec.graphs import OpClass, Role, shared_path
 from autoprec.numerics.casts import cast, enter_region, leave_region, saturating_cast
 from autoprec.numerics.dtypes import dtype_of
@@ -285,7 +285,7 @@ class _Rewriter:
         if foreign := [role for role, f in formats.items() if role not in op.roles and f != fmt]:
             known = " and ".join(op.roles)
             raise PlanError(f"the plan gives {op.id} a format for {foreign[0]}, but {op.kind} has {known} alone")
-        if not op.is_plain_product and any(map(is_scaled, formats.values())):
+        if not op.is_plain_product and any(map(is_operands_only, formats.values())):
             raise PlanError(f"the plan gives {op.id} {fmt}, in which products alone are computed; {op.kind} is none")
         region = self.region.get(op.id) if fmt == "fp16" else None
         if op.gemm is not None:

@@ -218,6 +218,12 @@ class Maker:
                      workspace_bytes=int(side.integers(64)))
             for k in keys for r in roles for f in FP8
         )  # fmt: skip
+        tf32 = np.random.default_rng(len(keys))
+        timings += tuple(
+            OpTiming(timing_key=k, role=r, format="tf32", seconds=1e-4 * float(tf32.uniform(0.1, 1.2)),
+                     workspace_bytes=int(tf32.integers(64)))
+            for k in keys for r in roles
+        )  # fmt: skip
         storages = (*FORMATS, *FP8)
         casts = tuple(
             CastTiming(
@@ -230,7 +236,7 @@ class Maker:
             for b in storages
             if a != b
         )
-        return Device(name="made up", type="cpu", native=storages, timings=timings, casts=casts)
+        return Device(name="made up", type="cpu", native=(*storages, "tf32"), timings=timings, casts=casts)
 
 
 #: What a policy may allow: nothing, one narrow storage, or both.
@@ -316,6 +322,8 @@ def random_case(seed: int, *, most: int = 256) -> Case:
     if side.random() < 0.5:  # products of activations have FP8 where a rule says so
         formats = (*formats, *FP8) if side.random() < 0.5 else ("fp32", str(side.choice(FP8)))
         rules = [{"kinds": ["matmul"], "pin": formats[-1], "optional": True}] if side.random() < 0.5 else []
+    if np.random.default_rng([seed, 32]).random() < 0.3:
+        formats = ("tf32", *formats)
     policy = Policy.model_validate({
         "name": "made up",
         "formats": formats,
