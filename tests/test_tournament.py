@@ -122,6 +122,28 @@ def test_the_replayed_peak_is_that_of_a_step(pieces: bool) -> None:
         assert outcomes[name].peak_bytes == pytest.approx(peak_bytes(step, CPU), rel=0.05 if pieces else 0.02), name
 
 
+def test_a_replay_holds_no_outputs_while_it_goes_back() -> None:
+    """As a step whose loss has no use for them any more. The peak is in the backward pass here, and an output a fifth
+    of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64))
+    batches = [torch.randn(4096, 8) for _ in range(3)]
+
+    def mean(live: nn.Module, x: Tensor) -> Tensor:
+        return live(x).mean()
+
+    session = observed(model, batches, mean)
+    replayed = tournament_of(session).run({"fp32": plans_of(session)["fp32"]})["fp32"].peak_bytes
+
+    def step() -> None:
+        mean(model, batches[-1]).backward()
+        model.zero_grad()
+
+    autoprec.unwrap(model)
+    step()
+    assert replayed == pytest.approx(peak_bytes(step, CPU), rel=0.05)
+
+
 def test_change_of_loss_and_gradients() -> None:
     """For a model that returns its loss, the change is the loss's own."""
     model = Transformer(width=64, depth=1, vocabulary=64)
