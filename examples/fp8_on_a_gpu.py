@@ -1,4 +1,4 @@
-"""FP8 on a GPU: are its casts right, are its products those of the emulation, and what is it worth?
+"""FP8 on a GPU: are its casts right, are its products (and those in TF32) what they should be, what is it worth?
 
     python examples/fp8_on_a_gpu.py             # on a Hopper GPU or later: a few minutes
     python examples/fp8_on_a_gpu.py --small     # the same code in small, on a CPU: a minute
@@ -87,6 +87,28 @@ def products(device: str, sizes: list[tuple[int, int, int]]) -> None:
                 scales = "by row" if rowwise else "one"
                 print(f"{m:6}, {k:6}, {n:6}  {left:10} {scales:10} {most:12.2e} {allowed:28.2e}")
                 assert most <= allowed, "the device's FP8 product is not the emulated one"
+
+
+def tf32_products(device: str, sizes: list[tuple[int, int, int]]) -> None:
+    """Products in TF32 against FP64, beside FP32's: how the device rounds is its affair, that it does is ours."""
+    native = native_formats(device)
+    print(f"\nM, K, N                 ms: fp32    tf32 ({'native' if 'tf32' in native else 'emulated'})"
+          "   largest difference / Σ|a||b|: fp32       tf32    allowed")  # fmt: skip
+    for m, k, n in sizes:
+        x, w = torch.randn(m, k, device=device), torch.randn(n, k, device=device)
+        exact, scale = x.double() @ w.double().t(), x.double().abs() @ w.double().abs().t()
+        taken, off = [], []
+        for name in ("fp32", "tf32"):
+            spec = GemmSpec(output=name, grad_input=name, grad_weight=name, native=native)
+
+            def run(name: str = name, spec: GemmSpec = spec, x: Tensor = x, w: Tensor = w) -> Tensor:
+                return rows_times_rows(x, w, name, spec, torch.float32)
+
+            taken.append(milliseconds(run, device))
+            off.append(float(((run().double() - exact).abs() / scale).max()))
+        allowed = 2 * 2.0**-10 + 2.0**-13  # both operands cut off after ten bits, and the sum
+        print(f"{m:6}, {k:6}, {n:6} {taken[0]:12.3f} {taken[1]:17.3f} {off[0]:43.2e} {off[1]:10.2e} {allowed:10.2e}")
+        assert 2.0**-20 < off[1] <= allowed, "this is no product in TF32"
 
 
 # 3. What a product costs ----------------------------------------------------------------------------------------------
@@ -242,10 +264,12 @@ def main() -> None:
     casts(device)
     if small:
         products(device, [(64, 96, 48), (33, 40, 24)])
+        tf32_products(device, [(64, 96, 48), (33, 40, 24)])
         table(device, [(256, 256, 256)])
         stack(device, (64, 4, 128, 2), 4, 64, chosen.steps or 16)
     else:
         products(device, [(512, 1024, 768), (2048, 4096, 4096), (333, 1000, 777)])
+        tf32_products(device, [(512, 1024, 768), (2048, 4096, 4096), (333, 1000, 777)])
         table(device, [(m, k, n) for m in (1024, 4096, 16384) for k, n in ((1024, 1024), (4096, 4096), (4096, 14336))])
         stack(device, (4096, 32, 14336, 8), 4, 2048, chosen.steps or 200)
 
