@@ -13,7 +13,7 @@ from jsonschema.validators import extend
 Path = tuple[str | int, ...]
 
 #: Built in, and those that may be described: 2 to 6 exponent bits, at least one of mantissa, 3 to 8 in all; integers.
-NAMES = ["fp32", "bf16", "fp16", "fp8_e5m2", "fp8_e4m3"]
+NAMES = ["fp32", "tf32", "bf16", "fp16", "fp8_e5m2", "fp8_e4m3"]
 OWN = [
     f"fp{1 + e + m}_e{e}m{m}{suffix}"
     for e in range(2, 7)
@@ -23,7 +23,7 @@ OWN = [
 ]
 FORMATS = [*NAMES, *OWN, *(f"int{bits}" for bits in range(2, 9))]
 COMPUTE = FORMATS
-STORAGES = [f for f in FORMATS if f not in ("fp32", "fp16")]
+STORAGES = [f for f in FORMATS if f not in ("fp32", "tf32", "fp16")]
 ROLES = ["output", "grad_input", "grad_weight"]
 TEXT = {"type": "string"}
 SOME_TEXT = {"type": "string", "minLength": 1}
@@ -190,6 +190,7 @@ DEVICE = mapping(
     ),
     no_kernels=items(mapping({"timing_key": TEXT, "format": one_of(FORMATS), "reason": TEXT})),
     source=one_of(["measured", "modelled"]),
+    fp32_products=SOME_TEXT,
 )
 
 AT_LEAST_ONE = {"type": "number", "minimum": 1, "exclusiveMaximum": math.inf}
