@@ -89,8 +89,8 @@ class Decided:
 
     @property
     def is_plain_product(self) -> bool:
-        """Whether it is a product that we multiply ourselves, operand by operand."""
-        return self.op_class is OpClass.GEMM and self.kind not in KERNEL_PRODUCTS
+        """Whether it is a product that we multiply ourselves, operand by operand: an einsum where it is a linear."""
+        return self.op_class is OpClass.GEMM and (self.kind not in KERNEL_PRODUCTS or bool(self.weights))
 
     @property
     def roles(self) -> tuple[Role, ...]:

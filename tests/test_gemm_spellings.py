@@ -13,7 +13,11 @@ from torch import Tensor, nn
 import autoprec
 from autoprec.graphs import Role
 from autoprec.numerics.dtypes import native_formats
+from autoprec.numerics.gemm import linear
+from autoprec.numerics.packing import encode
+from autoprec.numerics.specs import gemm_spec
 from autoprec.plans import Assignment, Plan, Region, Storage
+from autoprec.tracing.gemms import linear_layout
 
 
 class Spelled(nn.Module):
@@ -46,6 +50,8 @@ SPELLINGS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "matmul": lambda m, x: x @ m.weight + m.bias,
     "matmul by name": lambda m, x: torch.matmul(x, other=m.weight) + m.bias,
     "F.linear of the transpose": lambda m, x: F.linear(x, m.weight.t(), m.bias),
+    "einsum": lambda m, x: torch.einsum("bi,io->bo", x, m.weight) + m.bias,
+    "einsum of the transpose": lambda m, x: torch.einsum("bi, oi -> bo", x, m.weight.t()) + m.bias,
 }
 
 
@@ -95,7 +101,7 @@ def test_every_spelling_is_calibrated_planned_and_trained(name: str) -> None:
     ops = {op.kind: op for op in autoprec.session(model).graph.ops}
     op = ops.get(name.split()[0]) or ops["linear"]
     assert op.weights[0] == "weight" and len(op.roles) == 3
-    assert op.inputs[:2] == (":tanh#0", ":t#0" if name.startswith("F.linear") else "param:weight")
+    assert op.inputs[:2] == (":tanh#0", ":t#0" if name.endswith("transpose") else "param:weight")
     assert op.flops == 2 * 16 * 8 * 6
     linear = profiles[0].tensor_by_id["linear:linear#0"]
     found = profiles[1].tensor_by_id[op.outputs[0]]
@@ -103,6 +109,105 @@ def test_every_spelling_is_calibrated_planned_and_trained(name: str) -> None:
         a, b = getattr(linear, field), getattr(found, field)
         assert b.energy == pytest.approx(a.energy, rel=1e-4)
     assert torch.isfinite(model(torch.randn(16, 8)))
+
+
+@pytest.mark.parametrize(
+    ("equation", "layout"),
+    [
+        ("bsd,dhk->bshk", (1, True)),
+        ("bshk,hkd->bsd", (2, True)),
+        ("bsd, hkd -> bshk", (1, False)),
+        ("bshk,dhk->bsd", (2, False)),
+        ("bi,io->ob", None),  # the result in another order
+        ("bshk,khd->bsd", None),  # the weight in another order
+        ("bid,dk->ibk", None),
+        ("ebi,eio->ebo", None),  # a weight for each of a batch
+        ("...i,io->...o", None),
+        ("bi,io", None),
+        ("bii,io->bo", None),
+        ("bi,i->b", None),
+        ("i,io->o", None),
+        ("bi,io,o->bo", None),
+        ("bi->b", None),
+        (None, None),
+    ],
+)
+def test_which_einsum_is_a_linear(equation: str | None, layout: tuple[int, bool] | None) -> None:
+    assert linear_layout(equation) == layout
+
+
+class Heads(nn.Module):
+    """To heads and back, by einsum or by linears."""
+
+    def __init__(self, by_einsum: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        shape = (8, 2, 6) if by_einsum else (8, 12)
+        self.up, self.down = (nn.Parameter(torch.randn(8, 2, 6).view(shape)) for _ in range(2))
+        self.by_einsum = by_einsum
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = 2.0 * x
+        if self.by_einsum:
+            h = 0.5 * torch.einsum("bsd,dhk->bshk", x, self.up)
+            return torch.tanh(torch.einsum("bshk,dhk->bsd", h, self.down)).square().mean()
+        return torch.tanh(F.linear(0.5 * (x @ self.up), self.down)).square().mean()
+
+
+ROLES_OF_HEADS = ["bf16 bf16 bf16", "bf16 fp16 fp32", "fp8_e4m3 fp8_e5m2 bf16", "tf32 tf32 tf32", "bf16 fp32 fp8_e4m3"]
+
+
+@pytest.mark.parametrize("storage", [None, "fp8_e4m3", "bf16"])
+@pytest.mark.parametrize("formats", ROLES_OF_HEADS)
+def test_an_einsum_with_a_parameter_is_a_linear(formats: str, storage: str | None) -> None:
+    """Bitwise, several dimensions summed over, and several made, in one: forward, gradients and what is kept."""
+    chosen = dict(zip(Role, formats.split(), strict=True))
+    found = []
+    for by_einsum in (True, False):
+        model = Heads(by_einsum)
+        x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))
+        spec = gemm_spec(chosen, "cpu")
+        if by_einsum:
+            stored = (":mul#0", ":mul#1") if storage else ()
+            plan = Plan(
+                assignments=tuple(
+                    Assignment(op=f":einsum#{i}", role=r, format=f, reason="")
+                    for i in (0, 1)
+                    for r, f in chosen.items()
+                ),
+                storages=tuple(Storage(tensor=t, format=storage or "", reason="") for t in stored),
+            )
+            autoprec.compile(model, plan=plan, events=None)
+            loss = model(x)
+        else:
+            pack = (lambda t: encode(t, storage)) if storage else (lambda t: None)
+            given = (2.0 * x).to(spec.result)
+            h = linear(given, model.up.t(), None, pack(given), spec).float()
+            given = (0.5 * h).to(spec.result)
+            y = linear(given, model.down, None, pack(given), spec).float()
+            loss = torch.tanh(y).square().mean()
+        loss.backward()
+        assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+        found.append([loss.detach(), model.up.grad.flatten(), model.down.grad.flatten()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_an_einsum_is_calibrated_as_its_linear() -> None:
+    profiles = []
+    for by_einsum in (True, False):
+        model = Heads(by_einsum)
+        torch.manual_seed(2)
+        batches = [torch.randn(3, 5, 8) for _ in range(3)]
+        policy = autoprec.Policy(name="p", formats=["fp32", "bf16"], objective="bytes")
+        autoprec.compile(model, policy=policy, batches=batches, loss_fn=lambda net, x: net(x), events=None)
+        session = autoprec.session(model)
+        products = [op for op in session.graph.ops if len(op.roles) == 3]
+        assert [op.weights for op in products] == [("up",), ("down",)]
+        assert {op.id for op in products} == {a.op for a in session.plan.assignments if a.role is Role.GRAD_WEIGHT}
+        profiles.append([session.profile.tensor_by_id[op.outputs[0]] for op in products])
+    for a, b in zip(*profiles, strict=True):
+        for field in ("input_weight_grad", "gradient_weight_grad"):
+            assert getattr(a, field).energy == pytest.approx(getattr(b, field).energy, rel=1e-4)
 
 
 def test_a_parameter_on_the_left_is_a_product_of_two_activations() -> None:

@@ -15,6 +15,7 @@ from torch.nn import grad as conv_grad
 
 from autoprec.numerics.gemm import rows_of
 from autoprec.numerics.histograms import Sample
+from autoprec.tracing.gemms import linear_layout
 
 __all__ = ["RowWeights", "row_weights"]
 
@@ -33,7 +34,11 @@ def row_weights(kind: str, arguments: dict[str, Any], x: Tensor, y_shape: torch.
     """For a product with a weight called with `arguments` (named as in torch.nn.functional) on input `x`."""
     if kind.startswith("conv"):
         return _ConvRows(kind, arguments, x, y_shape)
-    return _LinearRows(x, y_shape)
+    inner = outer = 1
+    if kind == "einsum" and (layout := linear_layout(arguments["equation"])) is not None:
+        inner, _ = layout
+        outer = arguments["weight"].dim() - inner
+    return _LinearRows(x.flatten(-inner), y_shape, outer)
 
 
 #: Elements that are squared in float64 at a time: an observed step must not need much more memory than a plain one.
@@ -48,12 +53,15 @@ def _square_sums(t: Tensor, dim: int) -> Tensor:
 
 
 class _LinearRows:
-    def __init__(self, x: Tensor, y_shape: torch.Size) -> None:
-        self._x_length, self._y_length = x.shape[-1], y_shape[-1]
+    """`outer`: of the result's dimensions, how many one row has."""
+
+    def __init__(self, x: Tensor, y_shape: torch.Size, outer: int) -> None:
+        self._outer = outer
+        self._x_length, self._y_length = x.shape[-1], y_shape[-outer:].numel()
         self._x_rows = _square_sums(rows_of(x), 1)
 
     def for_input(self, g: Tensor, taken: Sample) -> Tensor:
-        return _square_sums(rows_of(g), 1)[taken.rows(self._x_length)]
+        return _square_sums(rows_of(g.flatten(-self._outer)), 1)[taken.rows(self._x_length)]
 
     def for_gradient(self, taken: Sample) -> Tensor:
         return self._x_rows[taken.rows(self._y_length)]

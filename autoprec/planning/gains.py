@@ -8,6 +8,8 @@ Above 1 it is taken for 1: outliers meet small weights, and their errors, as lar
 
 from __future__ import annotations
 
+import math
+
 from autoprec.graphs import Op, OpGraph
 from autoprec.planning.pricing import Prices
 
@@ -73,4 +75,6 @@ class Gains:
         x, w, y = specs[op.inputs[0]], specs[op.inputs[1]], specs[op.outputs[0]]
         if op.kind.startswith("conv_transpose"):
             return x.numel * w.numel / (w.shape[0] * y.numel)
+        if op.kind == "einsum":  # of M·K, N·K and M·N elements
+            return math.sqrt(x.numel * w.numel / max(1, y.numel))
         return w.numel / w.shape[0] if op.kind.startswith("conv") else float(x.shape[-1])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from autoprec.devices import Device
 from autoprec.errors import InfeasibleError
 from autoprec.formats import Format, format_named, is_operands_only, is_scaled, result_format
-from autoprec.graphs import KERNEL_PRODUCTS, Op, OpClass, OpGraph, Role, TensorKind
+from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind
 from autoprec.planning.noise import saturates_by_design
 from autoprec.planning.pricing import Prices
 from autoprec.planning.roots import Roots
@@ -140,7 +140,7 @@ def goes_without_saying(reason: str) -> bool:
 
 
 #: Products that devices compute in FP8: with one weight for all rows.
-_FP8_KINDS = ("linear", "addmm", "matmul", "mm")
+_FP8_KINDS = ("linear", "addmm", "matmul", "mm", "einsum")
 
 
 def _not_computed(op: Op, format_name: str, device: Device, *, pinned: bool) -> str:
@@ -230,7 +230,7 @@ def _tie(graph: OpGraph, roots: Roots, policy: Policy, found: list[Options]) -> 
     for o in found:
         rules = [policy.rule_for(o.op, role) for role in (Role.OUTPUT, Role.GRAD_INPUT)]
         apart = len(o.formats) == 1 and rules[0] is not rules[1]
-        kernel = o.role is Role.GRAD_INPUT and o.op.kind in KERNEL_PRODUCTS
+        kernel = o.role is Role.GRAD_INPUT and not o.op.is_plain_product
         o.one_kernel = kernel and o.needed and not apart
     kernels = [o for o in found if o.one_kernel]
     while any([_tie_in_place(by_op, op, owner) for op, owner in pairs]) or any(

@@ -22,7 +22,7 @@ from itertools import product
 from autoprec.devices import Device
 from autoprec.errors import DeviceError, ProfileError
 from autoprec.formats import held_as, is_scaled, other_operand, result_format
-from autoprec.graphs import KERNEL_PRODUCTS, Op, OpClass, OpGraph, Role, TensorKind, TensorSpec, shared_path
+from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind, TensorSpec, shared_path
 from autoprec.planning.activations import Activations
 from autoprec.planning.flow import Flow
 from autoprec.planning.gradients import gradient_nodes
@@ -107,7 +107,7 @@ class _Builder:
         self.unit_of = {(o.op.id, o.role): i for i, o in enumerate(options)}
         #: By kernel, the format of gradients in which it runs once more for them, unless it ran in that.
         self.again = {o.op.id: o.formats[0] for o in options if o.role is Role.GRAD_INPUT and o.needed
-                      and o.op.kind in KERNEL_PRODUCTS and not o.one_kernel}  # fmt: skip
+                      and not o.op.is_plain_product and not o.one_kernel}  # fmt: skip
         self.units = tuple(self._unit(o) for o in options)
         of = self.unit_of
         self.kernels = {(of[o.op.id, Role.OUTPUT], of[o.op.id, o.role]) for o in options if o.one_kernel}

@@ -28,7 +28,7 @@ from autoprec.formats import is_operands_only, is_scaled, result_format
 from autoprec.graphs import OpClass, Role, shared_path
 from autoprec.numerics.casts import cast, enter_region, leave_region, saturating_cast
 from autoprec.numerics.dtypes import dtype_of
-from autoprec.numerics.gemm import conv, grouped_linear, linear, matmul, relu_keeping_bits
+from autoprec.numerics.gemm import contract, conv, grouped_linear, linear, matmul, relu_keeping_bits
 from autoprec.numerics.keeping import keep_in, keeping, open_cell
 from autoprec.numerics.kernels import kernel
 from autoprec.numerics.lean import lean
@@ -373,7 +373,7 @@ class _Rewriter:
         fmt = formats[Role.OUTPUT]
         x_new = self.in_format(x, result_format(fmt), region)
         weight = self.as_written(gemm.weight)
-        if gemm.transposed:
+        if gemm.transposed and op.kind != "einsum":
             weight = self.call(torch.t, (weight,))
         bias_new = None if gemm.bias is None else self.as_written(gemm.bias)
         storage = None if narrow is None else self.plan.storage_of[narrow]
@@ -382,7 +382,7 @@ class _Rewriter:
             cell = self.cell_of(narrow, x)
             kept = self._shared(x, f"kept {storage}", With(keep_in, storage), (cell, x_new))
         operand = None
-        rowwise = self.plan.scales == "rowwise" and op.kind not in (*CONVS, *GROUPED)
+        rowwise = self.plan.scales == "rowwise" and op.kind not in (*CONVS, *GROUPED, "einsum")
         if is_scaled(fmt):
             shared = storage == fmt and not rowwise
             what = f"{fmt} by row" if rowwise else fmt
@@ -391,6 +391,9 @@ class _Rewriter:
         if gemm.offs is not None:
             offs = self.as_written(gemm.offs)
             return self.call(With(grouped_linear, spec), (x_new, weight, offs, kept), operand=operand)
+        if op.kind == "einsum":
+            how = With(contract, spec, gemm.inner, gemm.transposed)
+            return self.call(how, (x_new, weight, kept), operand=operand)
         if op.kind not in CONVS:
             return self.call(With(linear, spec), (x_new, weight, bias_new, kept), operand=operand)
         options = conv_options(op.kind, gemm_arguments(op.kind, op.node.args, op.node.kwargs))

@@ -1,5 +1,5 @@
-"""Products with a parameter, in whatever spelling: `F.linear`, convolutions, `x @ W`, `torch.addmm`, grouped products
-(the experts of a mixture).
+"""Products with a parameter, in whatever spelling: `F.linear`, convolutions, `x @ W`, `torch.addmm`, an einsum that is
+one of them, grouped products (the experts of a mixture).
 
 All of them are one thing to the planner, the observer and the rewriter: an input, a weight, perhaps a bias.
 """
@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from autoprec.tracing.kinds import CONVS, GROUPED, kind_of, returns_float32
 
-__all__ = ["GemmCall", "gemm_arguments", "gemm_call"]
+__all__ = ["GemmCall", "gemm_arguments", "gemm_call", "linear_layout"]
 
 _SIGNATURE: dict[str, tuple[str, ...]] = {
     "linear": ("input", "weight", "bias"),
@@ -25,6 +25,7 @@ _SIGNATURE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("matmul", "mm"), ("input", "weight")),
     "addmm": ("bias", "input", "weight"),
     **dict.fromkeys(GROUPED, ("input", "weight", "offs")),
+    "einsum": ("equation", "input", "weight"),
 }
 
 #: Names of torch's own signatures that differ from ours.
@@ -50,6 +51,8 @@ class GemmCall:
         transposed: whether the weight is (in, out) as in `x @ W`, not (out, in) as in `F.linear`.
         offs: where the rows of each expert end (int32, (experts,)), for a grouped product with a weight of shape
             (experts, in, out).
+        inner: dimensions of the input, its last ones, that are summed over, and so many of the weight, its first or
+            last: 1 but for an einsum.
     """
 
     input: fx.Node
@@ -58,6 +61,7 @@ class GemmCall:
     bias: fx.Node | None = None
     transposed: bool = False
     offs: fx.Node | None = None
+    inner: int = 1
 
     @property
     def tensors(self) -> tuple[fx.Node, ...]:
@@ -85,6 +89,9 @@ def gemm_call(kind: str, node: fx.Node, parameters: Collection[fx.Node]) -> Gemm
     if parameter is None or not fits:
         return None
     dims = _dims(x)
+    if kind == "einsum":
+        layout = linear_layout(found["equation"])
+        return None if layout is None else GemmCall(x, weight, parameter, transposed=layout[1], inner=layout[0])
     if kind in CONVS:
         fits = dims == int(kind[-2]) + 2 and not isinstance(found.get("padding", 0), str) and weight is parameter
         return GemmCall(x, weight, parameter, bias) if fits else None
@@ -98,6 +105,24 @@ def gemm_call(kind: str, node: fx.Node, parameters: Collection[fx.Node]) -> Gemm
     if not plain or (bias is not None and _dims(bias) != 1):
         return None
     return GemmCall(x, weight, parameter, bias, transposed=True)
+
+
+def linear_layout(equation: object) -> tuple[int, bool] | None:
+    """(`inner`, `transposed`) of an einsum that is a linear up to views, as "bsd,dhk->bshk" is: the input's last
+    dimensions are summed over, the weight has them in this order before or behind the output's last ones. Else None."""
+    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+        return None
+    given, made = equation.replace(" ", "").split("->")
+    if given.count(",") != 1:
+        return None
+    x, w = given.split(",")
+    inner = sum(letter not in made for letter in x)
+    rows, summed = x[: len(x) - inner], x[len(x) - inner :]
+    columns = made[len(rows) :]
+    distinct = all(len(set(part)) == len(part) for part in (x, w, made))
+    if not (distinct and rows and summed and columns and made == rows + columns) or set(columns) & set(x):
+        return None
+    return (inner, True) if w == summed + columns else (inner, False) if w == columns + summed else None
 
 
 def _parameter_of(node: fx.Node, parameters: Collection[fx.Node]) -> fx.Node | None:
