@@ -16,8 +16,11 @@ from autoprec.numerics.dtypes import native_formats
 from autoprec.numerics.gemm import linear
 from autoprec.numerics.packing import encode
 from autoprec.numerics.specs import gemm_spec
+from autoprec.planning.planner import ask, make_plan, propose, uniform_plan
 from autoprec.plans import Assignment, Plan, Region, Storage
+from autoprec.scheduling import _measured
 from autoprec.tracing.gemms import linear_layout
+from tests.test_tournament import tournament_of
 
 
 class Spelled(nn.Module):
@@ -453,3 +456,51 @@ def test_a_transposed_convolution_has_roles() -> None:
     assert seen.input_weight_grad is not None and seen.gradient_weight_grad is not None
     op = session.graph.op_by_id["2:conv_transpose2d#0"]
     assert op.flops == 2 * (2 * 8 * 4 * 4) * (4 * 3 * 3) and op.weights == ("2.weight", "2.bias")
+
+
+class Batched(nn.Module):
+    """A weight for each of a batch: an operand like any other."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.up, self.down = nn.Parameter(torch.randn(4, 16, 24) / 4), nn.Parameter(torch.randn(4, 24, 8) / 5)
+        self.shift = nn.Parameter(torch.zeros(4, 32, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "bmm":
+            h = torch.bmm(x, self.up) + self.shift
+        elif self.kind == "baddbmm":
+            h = torch.baddbmm(self.shift, x, self.up)
+        elif self.kind == "einsum":
+            h = torch.einsum("ebi,eio->ebo", x, self.up) + self.shift
+        else:
+            h = x @ self.up.view(4, 16, 24) + self.shift
+        return torch.bmm(F.gelu(h), self.down).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["bmm", "baddbmm", "einsum", "matmul of a view"])
+def test_weights_that_are_operands_like_any_other_are_judged(kind: str) -> None:
+    """What everything in BF16 does to their gradients: predicted, and measured on a replayed step; and the limit."""
+    model = Batched(kind)
+    torch.manual_seed(1)
+    batches = [torch.randn(4, 32, 16) for _ in range(6)]
+    policy = autoprec.Policy(name="p", formats=["fp32", "bf16"], noise={"gradient": 1e3, "loss": 1e3})
+    autoprec.compile(model, policy=policy, batches=batches, loss_fn=lambda net, x: net(x), events=None)
+    session = autoprec.session(model)
+    question = ask(session.graph, session.profile, session.device, policy)
+    narrow = uniform_plan(question, "bf16")
+    assert {row.weight for row in question.problem.rows} >= {"up", "down"}
+    plans = {"fp32": Plan(assignments=()), "bf16": narrow}
+    measured = _measured(propose(question), tournament_of(session).run(plans))["bf16"].gradient_ratio
+    assert narrow.predicted is not None and measured is not None
+    assert 0.5 <= measured / narrow.predicted.gradient_ratio <= 2.0
+    tight = policy.replaced(noise={"gradient": 0.1 * narrow.predicted.gradient_ratio, "loss": 1e3})
+    plan = make_plan(session.graph, session.profile, session.device, tight)
+    products = [a for a in plan.assignments if plan_kind(a.op) in ("bmm", "baddbmm", "einsum", "matmul")]
+    assert products and {a.format for a in products} == {"fp32"}
+
+
+def plan_kind(op: str) -> str:
+    return op.partition(":")[2].partition("#")[0]

@@ -181,13 +181,17 @@ class Prices:
         return spec is None or spec.requires_grad
 
     def inner_weights(self, op: Op) -> list[str]:
-        """Weights inside an op that is no product, whose gradients are judged by what arrives at it: the matrices of
-        recurrent layers, the tables of lookups."""
-        specs = [self._graph.tensor_by_id.get(f"param:{w}") for w in op.weights]
-        if op.op_class not in (OpClass.RECURRENT, OpClass.LOOKUP):
+        """Weights whose gradients are judged by what arrives at the op: the matrices of recurrent layers, the tables of
+        lookups, and parameters that are an operand like any other (of bmm, say, or in a kernel of torch's)."""
+        if op.op_class in (OpClass.RECURRENT, OpClass.LOOKUP):
+            found = [f"param:{w}" for w in op.weights]
+        elif op.op_class is OpClass.GEMM and not op.weights:
+            found = [root for t in op.inputs if (root := self._roots.root_of[t]).startswith("param:")]
+        else:
             return []
-        wanted = {s.id for s in specs if s is not None and s.requires_grad and len(s.shape) == 2}
-        return [w for w in op.weights if f"param:{w}" in wanted and self.reference(w) > 0.0]
+        specs = [s for t in dict.fromkeys(found) if (s := self._graph.tensor_by_id.get(t)) is not None]
+        names = [s.id.removeprefix("param:") for s in specs if s.requires_grad and len(s.shape) >= 2]
+        return [w for w in names if self.reference(w) > 0.0]
 
     def weight_energy(self, weight: str) -> float:
         """E‖∇W‖² per step."""
