@@ -270,6 +270,12 @@ class OpGraph:
                 digest.update(repr((t.id, t.shape)).encode())
         return digest.hexdigest()[:16]
 
+    def is_batched(self, op: Op) -> bool:
+        """Whether a product has a weight for each of a batch: input, weight and result have three dimensions each."""
+        if op.kind not in ("bmm", "matmul", "einsum") or not op.weights:
+            return False
+        return all(len(self.tensor_by_id[t].shape) == 3 for t in (*op.inputs[:2], *op.outputs[:1]))
+
 
 def shared_path(a: tuple[T, ...], b: tuple[T, ...]) -> tuple[T, ...]:
     """What two paths of activation checkpoints, outermost first, have in common: the checkpoints around both ops."""

@@ -17,7 +17,8 @@ from autoprec.errors import UnsupportedError
 from autoprec.formats import TF32, format_named, is_scaled
 from autoprec.numerics import products
 from autoprec.numerics.dtypes import native_formats
-from autoprec.numerics.gemm import ConvOptions, conv, grouped_linear, linear, matmul
+from autoprec.numerics.experts import batched_linear, grouped_linear
+from autoprec.numerics.gemm import ConvOptions, conv, linear, matmul
 from autoprec.numerics.packing import encode
 from autoprec.numerics.products import GemmSpec, scaled_product
 from tests.test_casts import by_table, sqnr_db
@@ -209,6 +210,26 @@ def test_experts_in_fp8_are_linears_in_fp8() -> None:
             assert torch.equal(x.grad[rows], (arriving[rows] @ second[i].t()).bfloat16())
             assert torch.equal(w.grad[i], (first[rows].t() @ g[rows].to(first.dtype)).float())
         assert not y[9:].any() and not x.grad[9:].any()
+
+
+@pytest.mark.parametrize("roles", [*ROLES, ("fp32", "bf16", "fp8_e4m3"), ("tf32", "tf32", "tf32")], ids="-".join)
+def test_a_weight_for_each_of_a_batch_by_role(roles: tuple[str, str, str]) -> None:
+    """Bitwise three products by hand, whose operands have one scale for the whole batch."""
+    output, grad_input, grad_weight = roles
+    dtype = given(output)
+    x, w = leaves_of(dtype, (3, 5, 24), (3, 24, 12))
+    y = batched_linear(x, w, None, spec_of(roles))
+    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    y.backward(g)
+    with torch.no_grad():
+        assert torch.equal(y, (by_hand(x, output) @ by_hand(w, beside(output))).to(dtype))
+        arriving = by_hand(g, grad_input)
+        assert torch.equal(x.grad, (arriving @ by_hand(w, beside(grad_input)).to(arriving.dtype).mT).to(dtype))
+        kept = by_hand(x, output).float() if is_scaled(output) else x.detach()
+        arriving = by_hand(g, grad_weight)
+        same = is_scaled(output) and beside(grad_weight) == output
+        read = (kept if same else by_hand(kept, beside(grad_weight))).to(arriving.dtype)
+        assert torch.equal(w.grad, (read.mT @ arriving).float())
 
 
 @pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import autoprec
 from autoprec.graphs import Role
 from autoprec.numerics.dtypes import native_formats
+from autoprec.numerics.experts import batched_linear
 from autoprec.numerics.gemm import linear
 from autoprec.numerics.packing import encode
 from autoprec.numerics.specs import gemm_spec
@@ -500,6 +501,29 @@ def test_weights_that_are_operands_like_any_other_are_judged(kind: str) -> None:
     plan = make_plan(session.graph, session.profile, session.device, tight)
     products = [a for a in plan.assignments if plan_kind(a.op) in ("bmm", "baddbmm", "einsum", "matmul")]
     assert products and {a.format for a in products} == {"fp32"}
+    roles = {op.fqn + op.id: len(op.roles) for op in session.graph.ops if op.kind in ("bmm", "einsum")}
+    assert set(roles.values()) == {3}  # baddbmm is a kernel of torch's, and a view of a parameter no parameter
+
+
+@pytest.mark.parametrize("kind", ["bmm", "einsum"])
+@pytest.mark.parametrize("formats", ["bf16 bf16 bf16", "fp8_e4m3 fp8_e5m2 bf16", "bf16 fp32 fp8_e4m3"])
+def test_a_weight_for_each_of_a_batch_runs_as_planned(kind: str, formats: str) -> None:
+    """Bitwise against the product itself."""
+    chosen = dict(zip(Role, formats.split(), strict=True))
+    model, x = Batched(kind), torch.randn(4, 32, 16, generator=torch.Generator().manual_seed(1))
+    ops = [":bmm#0", ":bmm#1"] if kind == "bmm" else [":einsum#0", ":bmm#0"]
+    plan = Plan(
+        assignments=tuple(Assignment(op=o, role=r, format=f, reason="") for o in ops for r, f in chosen.items())
+    )
+    autoprec.compile(model, plan=plan, events=None)
+    loss = model(x)
+    loss.backward()
+    found = [loss.detach(), *(p.grad for p in model.parameters())]
+    again, spec = Batched(kind), gemm_spec(chosen, "cpu")
+    h = batched_linear(x.to(spec.result), again.up, None, spec).float() + again.shift
+    expected = batched_linear(F.gelu(h).to(spec.result), again.down, None, spec).float().square().mean()
+    expected.backward()
+    assert all(torch.equal(a, b) for a, b in zip(found, [expected, *(p.grad for p in again.parameters())], strict=True))
 
 
 def plan_kind(op: str) -> str:

@@ -15,7 +15,8 @@ from autoprec.formats import FORMATS, TF32
 from autoprec.numerics import dtypes
 from autoprec.numerics.casts import enter_region, leave_region, saturating_cast
 from autoprec.numerics.dtypes import dtype_of
-from autoprec.numerics.gemm import GemmSpec, conv, grouped_linear, linear, matmul, relu_keeping_bits
+from autoprec.numerics.experts import grouped_linear
+from autoprec.numerics.gemm import GemmSpec, conv, linear, matmul, relu_keeping_bits
 from autoprec.numerics.histograms import sample
 from autoprec.numerics.packing import Packed, decode, encode, pack_bits, unpack_bits
 from autoprec.numerics.specs import conv_options

@@ -23,7 +23,8 @@ from autoprec.execution.measuring import workspace_bytes
 from autoprec.formats import is_operands_only, is_scaled, result_format
 from autoprec.graphs import OpClass, Role
 from autoprec.numerics.dtypes import dtype_of, native_formats
-from autoprec.numerics.gemm import contract, conv, grouped_linear, linear, matmul
+from autoprec.numerics.experts import batched_linear, grouped_linear
+from autoprec.numerics.gemm import contract, conv, linear, matmul
 from autoprec.numerics.lean import lean
 from autoprec.numerics.norms import norm
 from autoprec.numerics.packing import Packed, decode, encode
@@ -322,6 +323,8 @@ def _callable(case: TimingCase, fmt: str, device_type: str) -> tuple[Callable[[]
                 offs = _even(named["offs"], x.shape[0])
                 return lambda: grouped_linear(x, w, offs, None, spec, operand=copy), leaves, given
             transposed, inner = op.gemm.transposed, op.gemm.inner
+            if op.gemm.batched:
+                return lambda: batched_linear(x, w, None, spec, operand=copy), leaves, given
             if op.kind == "einsum":
                 return lambda: contract(x, w, None, spec, inner, transposed, operand=copy), leaves, given
             return lambda: linear(x, w.t() if transposed else w, b, None, spec, operand=copy), leaves, given

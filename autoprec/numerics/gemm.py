@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from autoprec.formats import is_scaled, other_operand, result_format
-from autoprec.numerics.double_backward import refuse_double_backward
 from autoprec.numerics.dtypes import dtype_of
+from autoprec.numerics.operands import read_operand, refuse_copies, save_operand, saved_operand, unscaled
 from autoprec.numerics.packing import Packed, decode, pack_bits, unpack_bits
 from autoprec.numerics.products import GemmSpec, rows_times_rows
 
@@ -25,7 +25,6 @@ __all__ = [
     "GemmSpec",
     "contract",
     "conv",
-    "grouped_linear",
     "linear",
     "matmul",
     "relu_keeping_bits",
@@ -54,42 +53,6 @@ class ConvOptions:
 def rows_of(x: Tensor) -> Tensor:
     """All leading dimensions as one: (…, n) → (rows, n), also where n or the number of rows is 0."""
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
-
-
-def _read(x: Tensor, operand: Packed | None, spec: GemmSpec) -> Tensor | Packed:
-    """What the output is computed from: `x`, or its copy in a format with a scale, made now if nobody made it yet."""
-    if not is_scaled(spec.output):
-        return x
-    return spec.packed(x if operand is None else operand, spec.output)
-
-
-def _save(ctx: Any, read: Tensor | Packed, weight: Tensor, kept: Packed | None) -> None:
-    """Keep what was read, or the narrow copy that is kept instead."""
-    saved = read if kept is None else kept
-    ctx.kept_as = saved.format if isinstance(saved, Packed) else None
-    first, second = (saved.payload, saved.inverse_scale) if isinstance(saved, Packed) else (saved, None)
-    ctx.save_for_backward(first, second, weight)
-
-
-def _saved(ctx: Any) -> tuple[Tensor | Packed, Tensor]:
-    """The input as it was kept, and the weight. Once: inside a checkpoint a second look would ask for another
-    recomputation."""
-    first, second, weight = ctx.saved_tensors
-    return (first if ctx.kept_as is None else Packed(first, second, ctx.kept_as)), weight
-
-
-def _refuse_copies(ctx: Any) -> None:
-    """A narrow copy has lost its way back to what it is a copy of."""
-    if ctx.kept_as is not None:
-        refuse_double_backward("a layer that keeps its input in a narrow format")
-    if not ctx.spec.plain:
-        refuse_double_backward("a product in TF32, FP8 or a format of one's own")
-
-
-def _unscaled(ctx: Any, grad: Tensor, like: torch.dtype) -> Tensor:
-    spec: GemmSpec = ctx.spec
-    grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
-    return (grad.mul_(2.0**-spec.scale_log2) if spec.scale_log2 else grad).to(like)
 
 
 #: Elements of a narrow tensor that are summed at a time: few enough for the caches, enough for torch to be busy
@@ -129,28 +92,28 @@ class _Linear(torch.autograd.Function):
         spec: GemmSpec,
     ) -> Tensor:
         ctx.spec, ctx.x_dtype, ctx.has_bias = spec, x.dtype, bias is not None
-        read = _read(x, operand, spec)
-        _save(ctx, read, weight, kept)
+        read = read_operand(x, operand, spec)
+        save_operand(ctx, read, weight, kept)
         # Detached, because torch lets nobody change a view in place that a custom function returns.
         return rows_times_rows(read, weight, spec.output, spec, spec.result, bias).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         spec: GemmSpec = ctx.spec
-        read, weight = _saved(ctx)
+        read, weight = saved_operand(ctx)
         grad_x = grad_w = grad_b = None
         flat = rows_of(grad)
         if ctx.needs_input_grad[1] or not spec.plain:
-            _refuse_copies(ctx)
+            refuse_copies(ctx)
         if ctx.needs_input_grad[0]:
             grad_x = _input_gradient(spec, flat, weight, ctx.x_dtype).view(*grad.shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[1]:
             columns = _columns(read, spec, other_operand(spec.grad_weight))
             g = spec.gradient(flat, spec.grad_weight)
             product = rows_times_rows(g.t(), columns, spec.grad_weight, spec, weight.dtype)
-            grad_w = _unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
+            grad_w = unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_b = _unscaled(ctx, _channel_sums(flat, spec.grad_weight), weight.dtype)
+            grad_b = unscaled(ctx, _channel_sums(flat, spec.grad_weight), weight.dtype)
         return grad_x, grad_w, grad_b, None, None, None
 
 
@@ -171,65 +134,6 @@ def _columns(x: Tensor | Packed, spec: GemmSpec, fmt: str) -> Tensor | Packed:
     return x._replace(payload=rows_of(x.payload).t())
 
 
-class _GroupedLinear(torch.autograd.Function):
-    """Rows between two ends of `offs` times the weight of their expert; rows after the last end give zeros."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        operand: Packed | None,
-        kept: Packed | None,
-        offs: Tensor,
-        spec: GemmSpec,
-    ) -> Tensor:
-        ctx.spec, ctx.x_dtype, ctx.groups = spec, x.dtype, _groups(offs)
-        read = _read(x, operand, spec)
-        _save(ctx, read, weight, kept)
-        rows, w = spec.operand(read, spec.output), spec.operand(weight, other_operand(spec.output))
-        y = rows.new_zeros(x.shape[0], weight.shape[2])
-        with spec.computing(spec.output):
-            for i, group in enumerate(ctx.groups):
-                torch.mm(rows[group], w[i], out=y[group])
-        return y.to(spec.result)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        refuse_double_backward("grouped products (experts)")
-        spec: GemmSpec = ctx.spec
-        read, weight = _saved(ctx)
-        grad_x = grad_w = None
-        if ctx.needs_input_grad[0]:
-            g = spec.operand(spec.gradient(grad, spec.grad_input), spec.grad_input)
-            w = spec.operand(weight, other_operand(spec.grad_input))
-            grad_x = g.new_zeros(grad.shape[0], weight.shape[1])
-            with spec.computing(spec.grad_input):
-                for i, group in enumerate(ctx.groups):
-                    torch.mm(g[group], w[i].t(), out=grad_x[group])
-            grad_x = spec.product(grad_x, spec.grad_input).to(ctx.x_dtype)
-        if ctx.needs_input_grad[1]:
-            g = spec.operand(spec.gradient(grad, spec.grad_weight), spec.grad_weight)
-            x = spec.operand(read, other_operand(spec.grad_weight))
-            with spec.computing(spec.grad_weight):
-                product = torch.stack([_wide_product(x[group].t(), g[group]) for group in ctx.groups])
-            grad_w = _unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
-        return grad_x, grad_w, None, None, None, None
-
-
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b as it was accumulated, in FP32, where the device gives it: a scaled sum over rows can leave FP16."""
-    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a @ b
-
-
-def _groups(offs: Tensor) -> list[slice]:
-    """The rows of each expert. Waits for the device once."""
-    ends = offs.tolist()
-    return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
-
-
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -243,8 +147,8 @@ class _Conv(torch.autograd.Function):
         options: ConvOptions,
     ) -> Tensor:
         ctx.spec, ctx.x_dtype, ctx.has_bias, ctx.options = spec, x.dtype, bias is not None, options
-        read = _read(x, operand, spec)
-        _save(ctx, read, weight, kept)
+        read = read_operand(x, operand, spec)
+        save_operand(ctx, read, weight, kept)
         w = spec.operand(weight, other_operand(spec.output))
         b = None if bias is None else bias.to(spec.result).to(w.dtype)
         x_read, o = spec.operand(read, spec.output), options
@@ -254,9 +158,9 @@ class _Conv(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         spec: GemmSpec = ctx.spec
-        read, weight = _saved(ctx)
+        read, weight = saved_operand(ctx)
         grad_x = grad_w = grad_b = None
-        _refuse_copies(ctx)
+        refuse_copies(ctx)
         if ctx.needs_input_grad[0]:
             grad_x = _conv_input_gradient(spec, ctx.options, grad, read, weight).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
@@ -265,9 +169,9 @@ class _Conv(torch.autograd.Function):
             g = spec.operand(spec.gradient(grad, spec.grad_weight), spec.grad_weight)
             with spec.computing(spec.grad_weight):
                 product = _conv_backward(ctx.options, g, x, w, 1)
-            grad_w = _unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
+            grad_w = unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_b = _unscaled(ctx, _channel_sums(grad, spec.grad_weight), weight.dtype)
+            grad_b = unscaled(ctx, _channel_sums(grad, spec.grad_weight), weight.dtype)
         return grad_x, grad_w, grad_b, None, None, None, None
 
 
@@ -308,7 +212,7 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, spec: GemmSpec) -> Tensor:
         ctx.spec, ctx.dtypes = spec, (a.dtype, b.dtype)
-        left, right = _read(a, None, spec), _read(b, None, spec)
+        left, right = read_operand(a, None, spec), read_operand(b, None, spec)
         ctx.kept_as = left.format if isinstance(left, Packed) else None
         kept = [(t.payload, t.inverse_scale) if isinstance(t, Packed) else (t, None) for t in (left, right)]
         ctx.save_for_backward(*kept[0], *kept[1])
@@ -318,7 +222,7 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         spec: GemmSpec = ctx.spec
-        _refuse_copies(ctx)
+        refuse_copies(ctx)
         a, scale_a, b, scale_b = ctx.saved_tensors
         if ctx.kept_as is not None:
             a, b = Packed(a, scale_a, ctx.kept_as), Packed(b, scale_b, ctx.kept_as)
@@ -410,13 +314,6 @@ def contract(
     copies = (None if p is None else p._replace(payload=p.payload.flatten(-inner)) for p in (kept, operand))
     y = linear(x.flatten(-inner), matrix, None, next(copies), spec, operand=next(copies))
     return y.unflatten(-1, outer)
-
-
-def grouped_linear(
-    x: Tensor, weight: Tensor, offs: Tensor, kept: Packed | None, spec: GemmSpec, *, operand: Packed | None = None
-) -> Tensor:
-    """x (rows, in), sorted by expert, times weight (experts, in, out); `offs` (experts,) are the ends of their rows."""
-    return _apply(_GroupedLinear.apply, x, weight, operand, kept, offs, spec)
 
 
 def conv(

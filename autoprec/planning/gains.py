@@ -75,6 +75,6 @@ class Gains:
         x, w, y = specs[op.inputs[0]], specs[op.inputs[1]], specs[op.outputs[0]]
         if op.kind.startswith("conv_transpose"):
             return x.numel * w.numel / (w.shape[0] * y.numel)
-        if op.kind == "einsum":  # of M·K, N·K and M·N elements
+        if op.kind == "einsum" and not self._graph.is_batched(op):  # of M·K, N·K and M·N elements
             return math.sqrt(x.numel * w.numel / max(1, y.numel))
         return w.numel / w.shape[0] if op.kind.startswith("conv") else float(x.shape[-1])

@@ -103,7 +103,7 @@ def options_of(
                     options.drop(name, f"rule ({rule_text})")
             options.gives_way = rule.optional and "fp32" in options.dropped
         for name in [f for f in options.formats if is_operands_only(f)]:
-            if reason := _not_computed(op, name, device, pinned=rule is not None and rule.pin == name):
+            if reason := _not_computed(op, name, device, graph, pinned=rule is not None and rule.pin == name):
                 options.drop(name, reason)
         for name in list(options.formats):
             if (why := device.no_kernel_by_key.get((op.timing_key, name))) is not None:
@@ -143,13 +143,13 @@ def goes_without_saying(reason: str) -> bool:
 _FP8_KINDS = ("linear", "addmm", "matmul", "mm", "einsum")
 
 
-def _not_computed(op: Op, format_name: str, device: Device, *, pinned: bool) -> str:
+def _not_computed(op: Op, format_name: str, device: Device, graph: OpGraph, *, pinned: bool) -> str:
     """Why an op cannot have a format of operands alone, or had better not, or ""."""
     if not op.is_plain_product:
         return _OF_ITS_KIND
     native = format_name in device.native
     if is_scaled(format_name):
-        native = native and op.kind in _FP8_KINDS and bool(op.weights)
+        native = native and op.kind in _FP8_KINDS and bool(op.weights) and not graph.is_batched(op)
     if native or pinned:
         return ""
     return f"{device.name} would emulate it, which takes longer than {result_format(format_name)}{_OF_THE_DEVICE}"

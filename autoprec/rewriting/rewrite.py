@@ -28,7 +28,8 @@ from autoprec.formats import is_operands_only, is_scaled, result_format
 from autoprec.graphs import OpClass, Role, shared_path
 from autoprec.numerics.casts import cast, enter_region, leave_region, saturating_cast
 from autoprec.numerics.dtypes import dtype_of
-from autoprec.numerics.gemm import contract, conv, grouped_linear, linear, matmul, relu_keeping_bits
+from autoprec.numerics.experts import batched_linear, grouped_linear
+from autoprec.numerics.gemm import contract, conv, linear, matmul, relu_keeping_bits
 from autoprec.numerics.keeping import keep_in, keeping, open_cell
 from autoprec.numerics.kernels import kernel
 from autoprec.numerics.lean import lean
@@ -370,8 +371,7 @@ class _Rewriter:
         narrow = self._stored(self.binding.tensor_id[x])
         if narrow is None and set(formats.values()) == {_FP32}:
             return self.copy(op.node, lambda n: self.as_written(n))
-        fmt = formats[Role.OUTPUT]
-        x_new = self.in_format(x, result_format(fmt), region)
+        x_new = self.in_format(x, result_format(fmt := formats[Role.OUTPUT]), region)
         weight = self.as_written(gemm.weight)
         if gemm.transposed and op.kind != "einsum":
             weight = self.call(torch.t, (weight,))
@@ -382,7 +382,7 @@ class _Rewriter:
             cell = self.cell_of(narrow, x)
             kept = self._shared(x, f"kept {storage}", With(keep_in, storage), (cell, x_new))
         operand = None
-        rowwise = self.plan.scales == "rowwise" and op.kind not in (*CONVS, *GROUPED, "einsum")
+        rowwise = self.plan.scales == "rowwise" and not gemm.batched and op.kind not in (*CONVS, *GROUPED, "einsum")
         if is_scaled(fmt):
             shared = storage == fmt and not rowwise
             what = f"{fmt} by row" if rowwise else fmt
@@ -391,13 +391,15 @@ class _Rewriter:
         if gemm.offs is not None:
             offs = self.as_written(gemm.offs)
             return self.call(With(grouped_linear, spec), (x_new, weight, offs, kept), operand=operand)
-        if op.kind == "einsum":
-            how = With(contract, spec, gemm.inner, gemm.transposed)
-            return self.call(how, (x_new, weight, kept), operand=operand)
-        if op.kind not in CONVS:
-            return self.call(With(linear, spec), (x_new, weight, bias_new, kept), operand=operand)
-        options = conv_options(op.kind, gemm_arguments(op.kind, op.node.args, op.node.kwargs))
-        return self.call(With(conv, spec, options), (x_new, weight, bias_new, kept), operand=operand)
+        if gemm.batched or op.kind == "einsum":
+            one = With(contract, spec, gemm.inner, gemm.transposed)
+            return self.call(
+                With(batched_linear, spec) if gemm.batched else one, (x_new, weight, kept), operand=operand
+            )
+        how = With(linear, spec)
+        if op.kind in CONVS:
+            how = With(conv, spec, conv_options(op.kind, gemm_arguments(op.kind, op.node.args, op.node.kwargs)))
+        return self.call(how, (x_new, weight, bias_new, kept), operand=operand)
 
     def _shared(self, x: fx.Node, what: str, make: Callable[..., Any], arguments: tuple[fx.Node, ...]) -> fx.Node:
         """A narrow copy of a tensor, made once for all who read it here, until the tensor changes in place."""

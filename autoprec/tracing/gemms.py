@@ -1,11 +1,12 @@
 """Products with a parameter, in whatever spelling: `F.linear`, convolutions, `x @ W`, `torch.addmm`, an einsum that is
-one of them, grouped products (the experts of a mixture).
+one of them, grouped products (the experts of a mixture), batches with a weight for each.
 
 All of them are one thing to the planner, the observer and the rewriter: an input, a weight, perhaps a bias.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,16 +27,20 @@ _SIGNATURE: dict[str, tuple[str, ...]] = {
     "addmm": ("bias", "input", "weight"),
     **dict.fromkeys(GROUPED, ("input", "weight", "offs")),
     "einsum": ("equation", "input", "weight"),
+    "bmm": ("input", "weight"),
 }
 
 #: Names of torch's own signatures that differ from ours.
 _NAMES: dict[str, dict[str, str]] = {
     "matmul": {"other": "weight"},
-    "mm": {"mat2": "weight"},
+    **dict.fromkeys(("mm", "bmm"), {"mat2": "weight"}),
     "addmm": {"input": "bias", "mat1": "input", "mat2": "weight"},
     "grouped_mm": {"mat_a": "input", "mat_b": "weight"},
     "_grouped_mm": {"mat2": "weight"},
 }
+
+#: "ebi,eio->ebo".
+_BATCHED = re.compile(r"(\w)(\w)(\w),\1\3(\w)->\1\2\4")
 
 #: Views that only order a weight's dimensions anew.
 _REORDERING = {"t", "transpose", "mT", "T", "permute", "swapaxes", "swapdims", "movedim", "moveaxis"}
@@ -53,6 +58,7 @@ class GemmCall:
             (experts, in, out).
         inner: dimensions of the input, its last ones, that are summed over, and so many of the weight, its first or
             last: 1 but for an einsum.
+        batched: whether input (batch, rows, in) and weight (batch, in, out) are multiplied matrix by matrix.
     """
 
     input: fx.Node
@@ -62,6 +68,7 @@ class GemmCall:
     transposed: bool = False
     offs: fx.Node | None = None
     inner: int = 1
+    batched: bool = False
 
     @property
     def tensors(self) -> tuple[fx.Node, ...]:
@@ -89,6 +96,8 @@ def gemm_call(kind: str, node: fx.Node, parameters: Collection[fx.Node]) -> Gemm
     if parameter is None or not fits:
         return None
     dims = _dims(x)
+    if _is_batched(kind, found, x, weight):
+        return GemmCall(x, weight, parameter, batched=True)
     if kind == "einsum":
         layout = linear_layout(found["equation"])
         return None if layout is None else GemmCall(x, weight, parameter, transposed=layout[1], inner=layout[0])
@@ -105,6 +114,18 @@ def gemm_call(kind: str, node: fx.Node, parameters: Collection[fx.Node]) -> Gemm
     if not plain or (bias is not None and _dims(bias) != 1):
         return None
     return GemmCall(x, weight, parameter, bias, transposed=True)
+
+
+def _is_batched(kind: str, found: Mapping[str, Any], x: fx.Node, weight: fx.Node) -> bool:
+    """Whether a weight for each of a batch is in the place of the second operand."""
+    if kind not in ("bmm", "matmul", "einsum") or not set(found) <= {"equation", "input", "weight"}:
+        return False
+    if _dims(x) != 3 or _dims(weight) != 3 or x.meta["example_value"].shape[0] != weight.meta["example_value"].shape[0]:
+        return False
+    if kind != "einsum":
+        return True
+    letters = _BATCHED.fullmatch(str(found["equation"]).replace(" ", ""))
+    return letters is not None and len(set(letters.groups())) == 4
 
 
 def linear_layout(equation: object) -> tuple[int, bool] | None:

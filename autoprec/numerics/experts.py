@@ -1,0 +1,131 @@
+"""Products with a weight of their own for each group of rows: experts, and batches with a weight for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoprec.formats import other_operand
+from autoprec.numerics.double_backward import refuse_double_backward
+from autoprec.numerics.operands import read_operand, refuse_copies, save_operand, saved_operand, unscaled
+from autoprec.numerics.packing import Packed
+from autoprec.numerics.products import GemmSpec
+
+__all__ = ["batched_linear", "grouped_linear"]
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Rows between two ends of `offs` times the weight of their expert; rows after the last end give zeros."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        operand: Packed | None,
+        kept: Packed | None,
+        offs: Tensor,
+        spec: GemmSpec,
+    ) -> Tensor:
+        ctx.spec, ctx.x_dtype, ctx.groups = spec, x.dtype, _groups(offs)
+        read = read_operand(x, operand, spec)
+        save_operand(ctx, read, weight, kept)
+        rows, w = spec.operand(read, spec.output), spec.operand(weight, other_operand(spec.output))
+        y = rows.new_zeros(x.shape[0], weight.shape[2])
+        with spec.computing(spec.output):
+            for i, group in enumerate(ctx.groups):
+                torch.mm(rows[group], w[i], out=y[group])
+        return y.to(spec.result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        refuse_double_backward("grouped products (experts)")
+        spec: GemmSpec = ctx.spec
+        read, weight = saved_operand(ctx)
+        grad_x = grad_w = None
+        if ctx.needs_input_grad[0]:
+            g = spec.operand(spec.gradient(grad, spec.grad_input), spec.grad_input)
+            w = spec.operand(weight, other_operand(spec.grad_input))
+            grad_x = g.new_zeros(grad.shape[0], weight.shape[1])
+            with spec.computing(spec.grad_input):
+                for i, group in enumerate(ctx.groups):
+                    torch.mm(g[group], w[i].t(), out=grad_x[group])
+            grad_x = spec.product(grad_x, spec.grad_input).to(ctx.x_dtype)
+        if ctx.needs_input_grad[1]:
+            g = spec.operand(spec.gradient(grad, spec.grad_weight), spec.grad_weight)
+            x = spec.operand(read, other_operand(spec.grad_weight))
+            with spec.computing(spec.grad_weight):
+                product = torch.stack([_wide_product(x[group].t(), g[group]) for group in ctx.groups])
+            grad_w = unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
+        return grad_x, grad_w, None, None, None, None
+
+
+def _groups(offs: Tensor) -> list[slice]:
+    """The rows of each expert. Waits for the device once."""
+    ends = offs.tolist()
+    return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b as it was accumulated, in FP32, where the device gives it: a scaled sum over rows can leave FP16."""
+    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
+        return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=torch.float32)
+    return a @ b
+
+
+class _BatchedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, operand: Packed | None, kept: Packed | None, spec: GemmSpec
+    ) -> Tensor:
+        ctx.spec, ctx.x_dtype = spec, x.dtype
+        read = read_operand(x, operand, spec)
+        save_operand(ctx, read, weight, kept)
+        with spec.computing(spec.output):
+            y = spec.operand(read, spec.output) @ spec.operand(weight, other_operand(spec.output))
+        return y.to(spec.result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        spec: GemmSpec = ctx.spec
+        read, weight = saved_operand(ctx)
+        grad_x = grad_w = None
+        refuse_copies(ctx)
+        if ctx.needs_input_grad[0]:
+            grad_x = _batched_input_gradient(spec, grad, weight).to(ctx.x_dtype)
+        if ctx.needs_input_grad[1]:
+            g = spec.operand(spec.gradient(grad, spec.grad_weight), spec.grad_weight)
+            with spec.computing(spec.grad_weight):
+                product = _wide_product(spec.operand(read, other_operand(spec.grad_weight)).mT, g)
+            grad_w = unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
+        return grad_x, grad_w, None, None, None
+
+
+def _batched_input_gradient(spec: GemmSpec, grad: Tensor, weight: Tensor) -> Tensor:
+    """A function of its own, so that what it makes on the way is gone when the weight's gradient is made."""
+    g = spec.operand(spec.gradient(grad, spec.grad_input), spec.grad_input)
+    with spec.computing(spec.grad_input):
+        product = g @ spec.operand(weight, other_operand(spec.grad_input)).mT
+    return spec.product(product, spec.grad_input)
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, offs: Tensor, kept: Packed | None, spec: GemmSpec, *, operand: Packed | None = None
+) -> Tensor:
+    """x (rows, in), sorted by expert, times weight (experts, in, out); `offs` (experts,) are the ends of their rows."""
+    return _made(_GroupedLinear.apply(x, weight, operand, kept, offs, spec))
+
+
+def batched_linear(
+    x: Tensor, weight: Tensor, kept: Packed | None, spec: GemmSpec, *, operand: Packed | None = None
+) -> Tensor:
+    """x (batch, rows, in) times weight (batch, in, out), a master; (batch, rows, out) in `spec.result`. `kept` and
+    `operand` are those of `linear`."""
+    return _made(_BatchedLinear.apply(x, weight, operand, kept, spec))
+
+
+def _made(result: object) -> Tensor:
+    assert isinstance(result, Tensor)
+    return result

@@ -1,0 +1,52 @@
+"""What products with a parameter read, keep for their backward pass, and give their parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoprec.formats import is_scaled
+from autoprec.numerics.double_backward import refuse_double_backward
+from autoprec.numerics.packing import Packed
+from autoprec.numerics.products import GemmSpec
+
+__all__ = ["read_operand", "refuse_copies", "save_operand", "saved_operand", "unscaled"]
+
+
+def read_operand(x: Tensor, operand: Packed | None, spec: GemmSpec) -> Tensor | Packed:
+    """What the output is computed from: `x`, or its copy in a format with a scale, made now if nobody made it yet."""
+    if not is_scaled(spec.output):
+        return x
+    return spec.packed(x if operand is None else operand, spec.output)
+
+
+def save_operand(ctx: Any, read: Tensor | Packed, weight: Tensor, kept: Packed | None) -> None:
+    """Keep what was read, or the narrow copy that is kept instead."""
+    saved = read if kept is None else kept
+    ctx.kept_as = saved.format if isinstance(saved, Packed) else None
+    first, second = (saved.payload, saved.inverse_scale) if isinstance(saved, Packed) else (saved, None)
+    ctx.save_for_backward(first, second, weight)
+
+
+def saved_operand(ctx: Any) -> tuple[Tensor | Packed, Tensor]:
+    """The input as it was kept, and the weight. Once: inside a checkpoint a second look would ask for another
+    recomputation."""
+    first, second, weight = ctx.saved_tensors
+    return (first if ctx.kept_as is None else Packed(first, second, ctx.kept_as)), weight
+
+
+def refuse_copies(ctx: Any) -> None:
+    """A narrow copy has lost its way back to what it is a copy of."""
+    if ctx.kept_as is not None:
+        refuse_double_backward("a layer that keeps its input in a narrow format")
+    if not ctx.spec.plain:
+        refuse_double_backward("a product in TF32, FP8 or a format of one's own")
+
+
+def unscaled(ctx: Any, grad: Tensor, like: torch.dtype) -> Tensor:
+    """The gradient of a parameter without its region's factor, in FP32 or wider, then as the parameter is."""
+    spec: GemmSpec = ctx.spec
+    grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    return (grad.mul_(2.0**-spec.scale_log2) if spec.scale_log2 else grad).to(like)
