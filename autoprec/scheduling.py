@@ -242,7 +242,7 @@ def _measurement(proposals: Proposals, found: Outcome, plain: Outcome | None) ->
 
 def _check_switches(device: Device, now: str) -> None:
     """`DeviceError` if FP32 is another arithmetic now than the one that was timed."""
-    if device.source == "measured" and device.fp32_products != now:
+    if device.source == "measured" and device.fp32_products not in ("", now):
         raise DeviceError(
             f"device {device.name!r} was timed with fp32 products in {device.fp32_products}, and torch computes them in"
             f" {now} here: time again (leave the device out), or set torch.set_float32_matmul_precision and the"

@@ -4,7 +4,10 @@ switches are set around each product, which is tested here by looking at them.""
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +31,7 @@ from autoprec.planning.planner import ask, make_plan, propose
 from autoprec.plans import Assignment, Plan
 from autoprec.policies import Policy
 from autoprec.scheduling import _measured
+from autoprec.serial.values import read_device, write_device
 from tests.test_tournament import tournament_of
 
 MATMUL, CONV = torch.backends.cuda.matmul, torch.backends.cudnn.conv
@@ -320,3 +324,16 @@ def test_a_device_timed_under_other_switches_is_refused() -> None:
             autoprec.compile(model(), policy=pinned(), batches=batches(), loss_fn=loss_of, device=device, events=None)
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = before
+
+
+def test_a_device_file_from_before_switches_were_noted_is_taken_as_it_is(tmp_path: Path) -> None:
+    """On CUDA torch's default is TF32 for convolutions, so nothing can be said of what is not noted."""
+    net = model()
+    device = compiled(net, pinned()).device
+    write_device(path := tmp_path / "device.json", device)
+    path.write_text(re.sub(r'.*"fp32_products".*\n', "", path.read_text()))
+    old = read_device(path)
+    assert old.fp32_products == "" and old == replace(device, fp32_products="")
+    again = model()
+    autoprec.compile(again, policy=pinned(), batches=batches(), loss_fn=loss_of, device=old, events=None)
+    assert autoprec.session(again).device.fp32_products == ""

@@ -37,7 +37,8 @@ def support(device: Device) -> tuple[Support, ...]:
 
 def support_table(device: Device) -> Table:
     """One row per format."""
-    table = Table(title=f"{device.name} ({device.type}), fp32 products: {device.fp32_products}", title_justify="left")
+    noted = f", fp32 products: {device.fp32_products}" if device.fp32_products else ""
+    table = Table(title=f"{device.name} ({device.type}){noted}", title_justify="left")
     for name in ("format", "matrix products", "kept for backward"):
         table.add_column(name)
     for s in support(device):
@@ -69,7 +70,7 @@ def device_data(device: Device) -> dict[str, Any]:
     return {
         "name": device.name,
         "type": device.type,
-        "fp32_products": device.fp32_products,
+        "fp32_products": device.fp32_products or None,
         "formats": [{"format": s.format, "arithmetic": s.arithmetic, "storage": s.storage} for s in support(device)],
         "casts": [
             {
