@@ -36,7 +36,7 @@ PEAK_BARS = (FP32, "bf16")
 class Row:
     """One contestant on one workload. Bytes are beyond parameters, gradients, optimizer state and inputs.
     `gradient_ratio`: gradient noise over spread of an adopted plan, predicted, and measured on the replayed step.
-    `within_limits`: whether a uniform precision keeps the default policy's noise limits, by prediction."""
+    `unfit`: of a uniform precision, which of the default policy's limits it breaks by prediction, or ""."""
 
     workload: str
     contestant: str
@@ -47,7 +47,7 @@ class Row:
     budget_bytes: int | None = None
     adopted_from: str = ""
     gradient_ratio: tuple[float, float] | None = None
-    within_limits: bool = False
+    unfit: str | None = None
 
     @property
     def measured_ratio_is(self) -> float | None:
@@ -74,7 +74,7 @@ def rows_of(workload: Workload) -> tuple[list[Row], dict[str, float]]:
     """Every contestant on one workload, and what calibration took."""
     found = calibrate(workload)
     plans = contestants(found)
-    within = {p.name for p in found.proposals("balanced").all if not p.broken}
+    unfit = {p.name: p.broken for p in found.proposals("balanced").all if p.name != "solver"}
     rows = []
     for name, live in run_live(found, plans).items():
         plan = plans[name]
@@ -95,7 +95,7 @@ def rows_of(workload: Workload) -> tuple[list[Row], dict[str, float]]:
                 budget_bytes=None if plan.budget_bytes is None else plan.budget_bytes - found.fixed_bytes,
                 adopted_from="" if adopted is None else adopted.name,
                 gradient_ratio=None if own is None else (plan.predicted.gradient_ratio, own),
-                within_limits=name in within,
+                unfit=unfit.get(name),
             )
         )
     costs = {
@@ -121,7 +121,7 @@ def misses(rows: list[Row], costs: dict[str, dict[str, float]]) -> list[str]:
             found.append(f"{where}: {r.live.peak_bytes / r.budget_bytes:.3f} of the budget")
     for name in dict.fromkeys(r.workload for r in rows):
         own = {r.contestant: r for r in rows if r.workload == name}
-        uniform = min(r.live.ratio for r in own.values() if r.within_limits)
+        uniform = min(r.live.ratio for r in own.values() if r.unfit == "")
         if own["balanced"].live.ratio > (1.0 + SLOWER_FRAC) * uniform:
             found.append(
                 f"{name}: balanced takes {own['balanced'].live.ratio / uniform:.3f} of the fastest uniform one"
@@ -151,6 +151,7 @@ def line(r: Row) -> str:
     if r.budget_bytes is not None:
         budget = f"{r.budget_bytes / 1e6:.2f}"
     adopted = f"  ({r.adopted_from} won)" if r.adopted_from else ""
+    adopted += f"  (no rival: {r.unfit})" if r.unfit else ""
     if r.gradient_ratio is not None:
         adopted += f" gradient noise {r.gradient_ratio[0]:.2g} predicted, {r.gradient_ratio[1]:.2g} measured"
     low, high = r.live.spread
