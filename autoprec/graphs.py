@@ -89,7 +89,7 @@ class Decided:
 
     @property
     def is_plain_product(self) -> bool:
-        """Whether it is a product that we multiply ourselves, operand by operand: an einsum where it is a linear."""
+        """Whether it is a product that we multiply ourselves, operand by operand; an einsum with a parameter is."""
         return self.op_class is OpClass.GEMM and (self.kind not in KERNEL_PRODUCTS or bool(self.weights))
 
     @property
@@ -269,12 +269,6 @@ class OpGraph:
             if t.kind is TensorKind.PARAMETER:
                 digest.update(repr((t.id, t.shape)).encode())
         return digest.hexdigest()[:16]
-
-    def is_batched(self, op: Op) -> bool:
-        """Whether a product has a weight for each of a batch: input, weight and result have three dimensions each."""
-        if op.kind not in ("bmm", "matmul", "einsum") or not op.weights:
-            return False
-        return all(len(self.tensor_by_id[t].shape) == 3 for t in (*op.inputs[:2], *op.outputs[:1]))
 
 
 def shared_path(a: tuple[T, ...], b: tuple[T, ...]) -> tuple[T, ...]:

@@ -218,7 +218,7 @@ def test_a_weight_for_each_of_a_batch_by_role(roles: tuple[str, str, str]) -> No
     output, grad_input, grad_weight = roles
     dtype = given(output)
     x, w = leaves_of(dtype, (3, 5, 24), (3, 24, 12))
-    y = batched_linear(x, w, None, spec_of(roles))
+    y = batched_linear(x, w, None, None, spec_of(roles))
     g = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     y.backward(g)
     with torch.no_grad():

@@ -14,6 +14,7 @@ from autoprec.errors import UnsupportedError
 from autoprec.formats import FORMATS, TF32
 from autoprec.numerics import dtypes
 from autoprec.numerics.casts import enter_region, leave_region, saturating_cast
+from autoprec.numerics.contractions import einsum_contraction
 from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.experts import grouped_linear
 from autoprec.numerics.gemm import GemmSpec, conv, linear, matmul, relu_keeping_bits
@@ -164,7 +165,8 @@ def test_row_weights_are_what_a_unit_error_does_to_the_weight_gradient(
     x, w = torch.randn(x_shape, dtype=torch.float64), torch.randn(w_shape, dtype=torch.float64)
     y = getattr(F, kind)(x, w, None, **options)
     g = torch.randn_like(y)
-    rows = row_weights(kind, {"weight": w, **options}, x, y.shape)
+    how = conv_options(kind, options) if "conv" in kind else einsum_contraction("...i,oi->...o", x.dim(), 2)
+    rows = row_weights(how, w, x, y.shape)
     for_x = rows.for_input(g, sample(x, 1 << 30))
     for_g = rows.for_gradient(sample(g, 1 << 30))
 

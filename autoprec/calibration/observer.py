@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from autoprec.calibration.rows import row_weights
 from autoprec.calibration.structure import StructureRecorder
 from autoprec.graphs import OpClass
+from autoprec.numerics.contractions import Layout
 from autoprec.numerics.histograms import SAMPLE_LIMIT, Sample, histogram, sample, stride_for, thinned
 from autoprec.profiles import LossProfile, Profile, RangeHistogram, TensorProfile, WeightProfile
 from autoprec.rewriting.calls import With
@@ -134,11 +135,11 @@ class StepObserver:
 
             self._on_gradient(p, record)
 
-    def gemm(self, kind: str, arguments: dict[str, Any], taken: Sample, x: Tensor, y: Tensor, output_id: str) -> None:
+    def gemm(self, how: Layout, weight: Tensor, taken: Sample, x: Tensor, y: Tensor, output_id: str) -> None:
         """Record what roundings of the input and of the output's gradient do to the weight gradient."""
         if not (self.sensitivities and y.requires_grad and torch.is_grad_enabled()):
             return
-        rows = row_weights(kind, arguments, x.detach(), y.shape)
+        rows = row_weights(how, weight, x.detach(), y.shape)
 
         def record(g: Tensor) -> None:
             weights = rows.for_input(g, taken)
@@ -292,15 +293,13 @@ class ObservingInterpreter(GraphInterpreter):
         self._observe_results(op, result)
         if x_node in self._taken:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
-            if ours:  # (input, weight, …) of the rewritten call; options as they were captured
-                arguments = gemm_arguments(op.kind, op.node.args, op.node.kwargs) | {
-                    "input": args[0],
-                    "weight": args[1],
-                }
+            if ours:  # (input, weight, …) of the rewritten call
+                x, weight = args[:2]
             else:
                 arguments = gemm_arguments(op.kind, args, kwargs)
+                x, weight = arguments["input"], arguments["weight"]
             with self._unseen():
-                self.observer.gemm(op.kind, arguments, self._taken[x_node], arguments["input"], result, op.outputs[0])
+                self.observer.gemm(op.gemm.how, weight, self._taken[x_node], x, result, op.outputs[0])
         return result
 
     def _unseen(self) -> AbstractContextManager[object]:

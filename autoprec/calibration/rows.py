@@ -7,15 +7,15 @@ the sum of ‖g‖² over the positions whose window covers it.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import grad as conv_grad
 
-from autoprec.numerics.gemm import rows_of
+from autoprec.numerics.contractions import Contraction, Layout, in_order
+from autoprec.numerics.gemm import ConvOptions, rows_of
 from autoprec.numerics.histograms import Sample
-from autoprec.tracing.gemms import linear_layout
 
 __all__ = ["RowWeights", "row_weights"]
 
@@ -30,15 +30,15 @@ class RowWeights(Protocol):
         """Weight of each sampled element of the output's gradient."""
 
 
-def row_weights(kind: str, arguments: dict[str, Any], x: Tensor, y_shape: torch.Size) -> RowWeights:
-    """For a product with a weight called with `arguments` (named as in torch.nn.functional) on input `x`."""
-    if kind.startswith("conv"):
-        return _ConvRows(kind, arguments, x, y_shape)
-    inner = outer = 1
-    if kind == "einsum" and (layout := linear_layout(arguments["equation"])) is not None:
-        inner, _ = layout
-        outer = arguments["weight"].dim() - inner
-    return _LinearRows(x.flatten(-inner), y_shape, outer)
+def row_weights(how: Layout, weight: Tensor, x: Tensor, y_shape: torch.Size) -> RowWeights:
+    """For a product with a weight (None: of rows sorted by expert), called on the input `x`."""
+    if isinstance(how, ConvOptions):
+        return _ConvRows(how, weight, x, y_shape)
+    return _MatrixRows(_EXPERTS if how is None else how, x, y_shape)
+
+
+#: Each row meets the weight of its expert alone.
+_EXPERTS = Contraction("ri", "io", "ro")
 
 
 #: Elements that are squared in float64 at a time: an observed step must not need much more memory than a plain one.
@@ -52,33 +52,53 @@ def _square_sums(t: Tensor, dim: int) -> Tensor:
     return torch.cat(sums) if sums else t.double().sum(dim)
 
 
-class _LinearRows:
-    """`outer`: of the result's dimensions, how many one row has."""
+class _MatrixRows:
+    """Rows of matrix products, of each matrix of a batch."""
 
-    def __init__(self, x: Tensor, y_shape: torch.Size, outer: int) -> None:
-        self._outer = outer
-        self._x_length, self._y_length = x.shape[-1], y_shape[-outer:].numel()
-        self._x_rows = _square_sums(rows_of(x), 1)
+    def __init__(self, how: Contraction, x: Tensor, y_shape: torch.Size) -> None:
+        self._how, self._x_shape, self._y_shape = how, x.shape, y_shape
+        self._x_rows = self._squares(x, how.x)
+
+    def _squares(self, t: Tensor, have: str) -> Tensor:
+        """Σ t² of each row."""
+        rows = self._how.batch + self._how.rows
+        rest = "".join(c for c in have if c not in rows)
+        t = in_order(t, have, rows + rest).flatten(-len(rest))
+        return _square_sums(rows_of(t), 1)
+
+    def _numbers(self, taken: Sample, shape: torch.Size, have: str) -> Tensor:
+        """The row of each sampled element of a tensor of this shape."""
+        rows = self._how.batch + self._how.rows
+        if have.startswith(rows):
+            return taken.rows(shape[len(rows) :].numel())
+        index, size, step = taken.rows(1), dict(zip(have, shape, strict=True)), shape.numel()
+        place, number = {}, torch.zeros_like(index)
+        for letter, length in size.items():
+            step //= length
+            place[letter] = index // step % length
+        for letter in rows:
+            number = number * size[letter] + place[letter]
+        return number
 
     def for_input(self, g: Tensor, taken: Sample) -> Tensor:
-        return _square_sums(rows_of(g.flatten(-self._outer)), 1)[taken.rows(self._x_length)]
+        return self._squares(g, self._how.made)[self._numbers(taken, self._x_shape, self._how.x)]
 
     def for_gradient(self, taken: Sample) -> Tensor:
-        return self._x_rows[taken.rows(self._y_length)]
+        return self._x_rows[self._numbers(taken, self._y_shape, self._how.made)]
 
 
 class _ConvRows:
     """A transposed convolution is a convolution from its output to its input: the two change places."""
 
-    def __init__(self, kind: str, arguments: dict[str, Any], x: Tensor, y_shape: torch.Size) -> None:
-        self._groups = int(arguments.get("groups", 1))
-        self._options = {k: arguments[k] for k in ("stride", "padding", "dilation") if k in arguments}
-        kernel = arguments["weight"].shape[2:]
+    def __init__(self, how: ConvOptions, weight: Tensor, x: Tensor, y_shape: torch.Size) -> None:
+        self._groups = how.groups
+        self._options = {"stride": how.stride, "padding": how.padding, "dilation": how.dilation}
+        kernel = weight.shape[2:]
         self._ones = torch.ones(self._groups, 1, *kernel, dtype=torch.float64, device=x.device)
         self._x_shape, self._y_shape = x.shape, y_shape
-        self._transposed = kind.startswith("conv_transpose")
-        self._gathered = getattr(torch.nn.functional, f"conv{kind[-2:]}")
-        self._spread = getattr(conv_grad, f"conv{kind[-2:]}_input")
+        self._transposed = how.transposed
+        self._gathered = getattr(torch.nn.functional, f"conv{len(kernel)}d")
+        self._spread = getattr(conv_grad, f"conv{len(kernel)}d_input")
         self._x_rows = self._covering(x, y_shape, gathered=not self._transposed)
 
     def _covering(self, t: Tensor, shape: torch.Size, *, gathered: bool) -> Tensor:

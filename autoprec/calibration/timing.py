@@ -22,16 +22,16 @@ from autoprec.devices import CastTiming, Device, NoKernel, OpTiming
 from autoprec.execution.measuring import workspace_bytes
 from autoprec.formats import is_operands_only, is_scaled, result_format
 from autoprec.graphs import OpClass, Role
+from autoprec.numerics.contractions import weighted_product
 from autoprec.numerics.dtypes import dtype_of, native_formats
-from autoprec.numerics.experts import batched_linear, grouped_linear
-from autoprec.numerics.gemm import contract, conv, linear, matmul
+from autoprec.numerics.gemm import matmul
 from autoprec.numerics.lean import lean
 from autoprec.numerics.norms import norm
 from autoprec.numerics.packing import Packed, decode, encode
-from autoprec.numerics.specs import NORM_SIGNATURE, conv_options, fit_scalars, gemm_spec, norm_call
+from autoprec.numerics.specs import NORM_SIGNATURE, fit_scalars, gemm_spec, norm_call
 from autoprec.numerics.switches import fp32_arithmetic
 from autoprec.tracing.gemms import gemm_arguments
-from autoprec.tracing.kinds import CONVS, GROUPED, out_of_place
+from autoprec.tracing.kinds import GROUPED, out_of_place
 
 __all__ = ["measure_casts", "time_ops"]
 
@@ -316,18 +316,9 @@ def _callable(case: TimingCase, fmt: str, device_type: str) -> tuple[Callable[[]
             spec = gemm_spec({Role.OUTPUT: fmt}, device_type)
             copy = encode(x, fmt) if is_scaled(fmt) else None
             given += [] if copy is None else [copy.payload]
-            if op.kind in CONVS:
-                options = conv_options(op.kind, named)
-                return lambda: conv(x, w, b, None, spec, options, operand=copy), leaves, given
-            if op.kind in GROUPED:
-                offs = _even(named["offs"], x.shape[0])
-                return lambda: grouped_linear(x, w, offs, None, spec, operand=copy), leaves, given
-            transposed, inner = op.gemm.transposed, op.gemm.inner
-            if op.gemm.batched:
-                return lambda: batched_linear(x, w, None, spec, operand=copy), leaves, given
-            if op.kind == "einsum":
-                return lambda: contract(x, w, None, spec, inner, transposed, operand=copy), leaves, given
-            return lambda: linear(x, w.t() if transposed else w, b, None, spec, operand=copy), leaves, given
+            offs = _even(named["offs"], x.shape[0]) if op.kind in GROUPED else None
+            how = op.gemm.how
+            return lambda: weighted_product(x, w, b, None, offs, spec, how, operand=copy), leaves, given
         own = {id(named["input"]): x}
         if op.kind in GROUPED:
             own[id(named["offs"])] = _even(named["offs"], x.shape[0])

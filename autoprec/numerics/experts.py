@@ -78,20 +78,28 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
 class _BatchedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, operand: Packed | None, kept: Packed | None, spec: GemmSpec
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        operand: Packed | None,
+        kept: Packed | None,
+        spec: GemmSpec,
     ) -> Tensor:
         ctx.spec, ctx.x_dtype = spec, x.dtype
+        ctx.bias_shape = None if bias is None else bias.shape
         read = read_operand(x, operand, spec)
         save_operand(ctx, read, weight, kept)
+        rows, w = spec.operand(read, spec.output), spec.operand(weight, other_operand(spec.output))
         with spec.computing(spec.output):
-            y = spec.operand(read, spec.output) @ spec.operand(weight, other_operand(spec.output))
+            y = rows @ w if bias is None else torch.baddbmm(bias.to(spec.result).to(w.dtype), rows, w)
         return y.to(spec.result)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         spec: GemmSpec = ctx.spec
         read, weight = saved_operand(ctx)
-        grad_x = grad_w = None
+        grad_x = grad_w = grad_b = None
         refuse_copies(ctx)
         if ctx.needs_input_grad[0]:
             grad_x = _batched_input_gradient(spec, grad, weight).to(ctx.x_dtype)
@@ -100,7 +108,10 @@ class _BatchedLinear(torch.autograd.Function):
             with spec.computing(spec.grad_weight):
                 product = _wide_product(spec.operand(read, other_operand(spec.grad_weight)).mT, g)
             grad_w = unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
-        return grad_x, grad_w, None, None, None
+        if ctx.bias_shape is not None and ctx.needs_input_grad[2]:
+            wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+            grad_b = unscaled(ctx, wide.sum_to_size(ctx.bias_shape), weight.dtype)
+        return grad_x, grad_w, grad_b, None, None, None
 
 
 def _batched_input_gradient(spec: GemmSpec, grad: Tensor, weight: Tensor) -> Tensor:
@@ -119,11 +130,17 @@ def grouped_linear(
 
 
 def batched_linear(
-    x: Tensor, weight: Tensor, kept: Packed | None, spec: GemmSpec, *, operand: Packed | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    kept: Packed | None,
+    spec: GemmSpec,
+    *,
+    operand: Packed | None = None,
 ) -> Tensor:
-    """x (batch, rows, in) times weight (batch, in, out), a master; (batch, rows, out) in `spec.result`. `kept` and
-    `operand` are those of `linear`."""
-    return _made(_BatchedLinear.apply(x, weight, operand, kept, spec))
+    """x (batch, rows, in) times weight (batch, in, out), a master; (batch, rows, out) in `spec.result`. The bias, a
+    master too, is anything that is broadcast to that. `kept` and `operand` are those of `linear`."""
+    return _made(_BatchedLinear.apply(x, weight, bias, operand, kept, spec))
 
 
 def _made(result: object) -> Tensor:

@@ -23,7 +23,6 @@ from autoprec.numerics.products import GemmSpec, rows_times_rows
 __all__ = [
     "ConvOptions",
     "GemmSpec",
-    "contract",
     "conv",
     "linear",
     "matmul",
@@ -293,27 +292,6 @@ def linear(
     the output role where that carries a scale, if somebody made it already; the gradient goes to x.
     """
     return _apply(_Linear.apply, x, weight, bias, operand, kept, spec)
-
-
-def contract(
-    x: Tensor,
-    weight: Tensor,
-    kept: Packed | None,
-    spec: GemmSpec,
-    inner: int,
-    transposed: bool,
-    *,
-    operand: Packed | None = None,
-) -> Tensor:
-    """An einsum that is a linear up to views: the last `inner` dimensions of x are summed over. The weight has them
-    first (`transposed`) or last; its other dimensions are the result's last ones."""
-    outer, summed = weight.shape[: weight.dim() - inner], x.shape[x.dim() - inner :].numel()
-    matrix = weight.reshape(-1, summed)
-    if transposed:
-        outer, matrix = weight.shape[inner:], weight.reshape(summed, -1).t()
-    copies = (None if p is None else p._replace(payload=p.payload.flatten(-inner)) for p in (kept, operand))
-    y = linear(x.flatten(-inner), matrix, None, next(copies), spec, operand=next(copies))
-    return y.unflatten(-1, outer)
 
 
 def conv(

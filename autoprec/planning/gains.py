@@ -8,8 +8,6 @@ Above 1 it is taken for 1: outliers meet small weights, and their errors, as lar
 
 from __future__ import annotations
 
-import math
-
 from autoprec.graphs import Op, OpGraph
 from autoprec.planning.pricing import Prices
 
@@ -40,7 +38,7 @@ class Gains:
         x, y = self.mean_square(read), self.mean_square(made)
         if x <= 0.0 or y <= 0.0:
             return 1.0
-        if op.is_plain_product and len(op.inputs) > 1:
+        if op.is_plain_product and len(op.inputs) > 1 and op.flops:
             other = self.mean_square(op.inputs[1])
             return min(1.0, self._terms(op) * x * other / y) if other > 0.0 else 1.0
         if op.kind == "relu":  # what is 0 has no error
@@ -64,17 +62,11 @@ class Gains:
         read, made = specs[tensor], specs[op.outputs[0]]
         if op.kind in ("add", "sub") and read.numel == made.numel:
             return op.inputs.count(tensor) ** 2 * arriving / passed.energy
-        if op.is_plain_product and op.weights and tensor == op.inputs[0]:
+        if op.is_plain_product and op.weights and op.flops and tensor == op.inputs[0]:
             weight = self.mean_square(op.inputs[1])
             return min(1.0, self._terms(op) * weight * arriving / passed.energy) if weight > 0.0 else None
         return None
 
     def _terms(self, op: Op) -> float:
         """How many products are summed up in one element of the result."""
-        specs = self._graph.tensor_by_id
-        x, w, y = specs[op.inputs[0]], specs[op.inputs[1]], specs[op.outputs[0]]
-        if op.kind.startswith("conv_transpose"):
-            return x.numel * w.numel / (w.shape[0] * y.numel)
-        if op.kind == "einsum" and not self._graph.is_batched(op):  # of M·K, N·K and M·N elements
-            return math.sqrt(x.numel * w.numel / max(1, y.numel))
-        return w.numel / w.shape[0] if op.kind.startswith("conv") else float(x.shape[-1])
+        return op.flops / (2 * max(1, self._graph.tensor_by_id[op.outputs[0]].numel))

@@ -149,10 +149,17 @@ def _not_computed(op: Op, format_name: str, device: Device, graph: OpGraph, *, p
         return _OF_ITS_KIND
     native = format_name in device.native
     if is_scaled(format_name):
-        native = native and op.kind in _FP8_KINDS and bool(op.weights) and not graph.is_batched(op)
+        native = native and op.kind in _FP8_KINDS and bool(op.weights) and not _is_batched(op, graph)
     if native or pinned:
         return ""
     return f"{device.name} would emulate it, which takes longer than {result_format(format_name)}{_OF_THE_DEVICE}"
+
+
+def _is_batched(op: Op, graph: OpGraph) -> bool:
+    """Whether a product with a parameter has a weight for each of a batch of B matrices: input, weight and result have
+    B·M·K, B·K·N and B·M·N elements, and B·M·K·N pairs are multiplied."""
+    x, w, y = (graph.tensor_by_id[t].numel for t in (*op.inputs[:2], op.outputs[0]))
+    return x * w * y > (op.flops // 2) ** 2
 
 
 def _needed(op: Op, role: Role, graph: OpGraph) -> bool:

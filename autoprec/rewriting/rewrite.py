@@ -20,30 +20,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from autoprec.errors import PlanError
 from autoprec.formats import is_operands_only, is_scaled, result_format
 from autoprec.graphs import OpClass, Role, shared_path
 from autoprec.numerics.casts import cast, enter_region, leave_region, saturating_cast
+from autoprec.numerics.contractions import Contraction, weighted_product
 from autoprec.numerics.dtypes import dtype_of
-from autoprec.numerics.experts import batched_linear, grouped_linear
-from autoprec.numerics.gemm import contract, conv, linear, matmul, relu_keeping_bits
+from autoprec.numerics.gemm import matmul, relu_keeping_bits
 from autoprec.numerics.keeping import keep_in, keeping, open_cell
 from autoprec.numerics.kernels import kernel
 from autoprec.numerics.lean import lean
 from autoprec.numerics.norms import norm
 from autoprec.numerics.packing import encode
 from autoprec.numerics.products import GemmSpec
-from autoprec.numerics.specs import NORM_SIGNATURE, conv_options, fit_scalars, gemm_spec, norm_call
+from autoprec.numerics.specs import NORM_SIGNATURE, fit_scalars, gemm_spec, norm_call
 from autoprec.plans import AS_IS, Plan
 from autoprec.rewriting.calls import Method, With, operands
 from autoprec.rewriting.memory import bases, changed_in_place, no_larger
 from autoprec.tracing.bindings import Binding, OpNode
 from autoprec.tracing.checkpoints import CheckpointPath, fold
-from autoprec.tracing.gemms import GemmCall, gemm_arguments
-from autoprec.tracing.kinds import CONVS, GROUPED, changes_mode, enters_transform, out_of_place, returns_float32
+from autoprec.tracing.gemms import GemmCall
+from autoprec.tracing.kinds import changes_mode, enters_transform, out_of_place, returns_float32
 
 __all__ = ["Rewritten", "rewrite"]
 
@@ -373,33 +372,21 @@ class _Rewriter:
             return self.copy(op.node, lambda n: self.as_written(n))
         x_new = self.in_format(x, result_format(fmt := formats[Role.OUTPUT]), region)
         weight = self.as_written(gemm.weight)
-        if gemm.transposed and op.kind != "einsum":
-            weight = self.call(torch.t, (weight,))
-        bias_new = None if gemm.bias is None else self.as_written(gemm.bias)
+        bias, offs = (None if n is None else self.as_written(n) for n in (gemm.bias, gemm.offs))
         storage = None if narrow is None else self.plan.storage_of[narrow]
         kept = None
         if narrow is not None and storage is not None:
             cell = self.cell_of(narrow, x)
             kept = self._shared(x, f"kept {storage}", With(keep_in, storage), (cell, x_new))
         operand = None
-        rowwise = self.plan.scales == "rowwise" and not gemm.batched and op.kind not in (*CONVS, *GROUPED, "einsum")
+        rowwise = self.plan.scales == "rowwise" and isinstance(gemm.how, Contraction) and gemm.how.is_by_rows
         if is_scaled(fmt):
             shared = storage == fmt and not rowwise
             what = f"{fmt} by row" if rowwise else fmt
             operand = kept if shared else self._shared(x, what, With(encode, fmt, rowwise=rowwise), (x_new,))
         spec = self._spec(op, formats, region, rowwise=rowwise)
-        if gemm.offs is not None:
-            offs = self.as_written(gemm.offs)
-            return self.call(With(grouped_linear, spec), (x_new, weight, offs, kept), operand=operand)
-        if gemm.batched or op.kind == "einsum":
-            one = With(contract, spec, gemm.inner, gemm.transposed)
-            return self.call(
-                With(batched_linear, spec) if gemm.batched else one, (x_new, weight, kept), operand=operand
-            )
-        how = With(linear, spec)
-        if op.kind in CONVS:
-            how = With(conv, spec, conv_options(op.kind, gemm_arguments(op.kind, op.node.args, op.node.kwargs)))
-        return self.call(how, (x_new, weight, bias_new, kept), operand=operand)
+        how = With(weighted_product, spec, gemm.how)
+        return self.call(how, (x_new, weight, bias, kept, offs), operand=operand)
 
     def _shared(self, x: fx.Node, what: str, make: Callable[..., Any], arguments: tuple[fx.Node, ...]) -> fx.Node:
         """A narrow copy of a tensor, made once for all who read it here, until the tensor changes in place."""

@@ -1,21 +1,23 @@
-"""Products with a parameter, in whatever spelling: `F.linear`, convolutions, `x @ W`, `torch.addmm`, an einsum that is
-one of them, grouped products (the experts of a mixture), batches with a weight for each.
+"""Products with a parameter, in whatever spelling: `F.linear`, convolutions, `x @ W`, `torch.addmm`, `torch.einsum`,
+batches with a weight for each, grouped products (the experts of a mixture).
 
 All of them are one thing to the planner, the observer and the rewriter: an input, a weight, perhaps a bias.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
 
+from autoprec.numerics.contractions import Contraction, Layout, einsum_contraction
+from autoprec.numerics.gemm import ConvOptions
+from autoprec.numerics.specs import conv_options
 from autoprec.tracing.kinds import CONVS, GROUPED, kind_of, returns_float32
 
-__all__ = ["GemmCall", "gemm_arguments", "gemm_call", "linear_layout"]
+__all__ = ["GemmCall", "gemm_arguments", "gemm_call"]
 
 _SIGNATURE: dict[str, tuple[str, ...]] = {
     "linear": ("input", "weight", "bias"),
@@ -28,6 +30,7 @@ _SIGNATURE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(GROUPED, ("input", "weight", "offs")),
     "einsum": ("equation", "input", "weight"),
     "bmm": ("input", "weight"),
+    "baddbmm": ("bias", "input", "weight"),
 }
 
 #: Names of torch's own signatures that differ from ours.
@@ -35,12 +38,17 @@ _NAMES: dict[str, dict[str, str]] = {
     "matmul": {"other": "weight"},
     **dict.fromkeys(("mm", "bmm"), {"mat2": "weight"}),
     "addmm": {"input": "bias", "mat1": "input", "mat2": "weight"},
+    "baddbmm": {"input": "bias", "batch1": "input", "batch2": "weight"},
     "grouped_mm": {"mat_a": "input", "mat_b": "weight"},
     "_grouped_mm": {"mat2": "weight"},
 }
 
-#: "ebi,eio->ebo".
-_BATCHED = re.compile(r"(\w)(\w)(\w),\1\3(\w)->\1\2\4")
+#: What the kinds are as an einsum, where both operands have these dimensions.
+_EQUATIONS: dict[str, str] = {
+    "linear": "...i,oi->...o",
+    **dict.fromkeys(("matmul", "mm", "addmm"), "...i,io->...o"),
+    **dict.fromkeys(("bmm", "baddbmm"), "ebi,eio->ebo"),
+}
 
 #: Views that only order a weight's dimensions anew.
 _REORDERING = {"t", "transpose", "mT", "T", "permute", "swapaxes", "swapdims", "movedim", "moveaxis"}
@@ -53,22 +61,17 @@ class GemmCall:
     Attributes:
         input, weight, bias: nodes of the captured graph; the weight is a parameter or a transposed view of one.
         parameter: that parameter.
-        transposed: whether the weight is (in, out) as in `x @ W`, not (out, in) as in `F.linear`.
-        offs: where the rows of each expert end (int32, (experts,)), for a grouped product with a weight of shape
-            (experts, in, out).
-        inner: dimensions of the input, its last ones, that are summed over, and so many of the weight, its first or
-            last: 1 but for an einsum.
-        batched: whether input (batch, rows, in) and weight (batch, in, out) are multiplied matrix by matrix.
+        how: which dimensions meet, or the options of a convolution; None for a grouped product, whose weight has the
+            shape (experts, in, out).
+        offs: where the rows of each expert end (int32, (experts,)), for a grouped product.
     """
 
     input: fx.Node
     weight: fx.Node
     parameter: fx.Node
+    how: Layout
     bias: fx.Node | None = None
-    transposed: bool = False
     offs: fx.Node | None = None
-    inner: int = 1
-    batched: bool = False
 
     @property
     def tensors(self) -> tuple[fx.Node, ...]:
@@ -95,55 +98,47 @@ def gemm_call(kind: str, node: fx.Node, parameters: Collection[fx.Node]) -> Gemm
     fits = all(isinstance(n, fx.Node) and returns_float32(n.meta.get("example_value")) for n in tensors)
     if parameter is None or not fits:
         return None
-    dims = _dims(x)
-    if _is_batched(kind, found, x, weight):
-        return GemmCall(x, weight, parameter, batched=True)
-    if kind == "einsum":
-        layout = linear_layout(found["equation"])
-        return None if layout is None else GemmCall(x, weight, parameter, transposed=layout[1], inner=layout[0])
-    if kind in CONVS:
-        fits = dims == int(kind[-2]) + 2 and not isinstance(found.get("padding", 0), str) and weight is parameter
-        return GemmCall(x, weight, parameter, bias) if fits else None
-    if kind == "linear":
-        return GemmCall(x, weight, parameter, bias)
     if kind in GROUPED:
         offs = found.get("offs")
-        fits = set(found) == {"input", "weight", "offs"} and dims == 2 and _dims(weight) == 3
-        return GemmCall(x, weight, parameter, offs=offs) if fits and isinstance(offs, fx.Node) else None
-    plain = set(found) <= {"input", "weight", "bias"} and dims >= 2 and _dims(weight) == 2
-    if not plain or (bias is not None and _dims(bias) != 1):
+        fits = set(found) == {"input", "weight", "offs"} and _dims(x) == 2 and _dims(weight) == 3
+        return GemmCall(x, weight, parameter, None, offs=offs) if fits and isinstance(offs, fx.Node) else None
+    how = _convolution(kind, found) if kind in CONVS else _contraction(kind, found)
+    if how is None or (kind in CONVS and weight is not parameter):
         return None
-    return GemmCall(x, weight, parameter, bias, transposed=True)
+    return GemmCall(x, weight, parameter, how, bias)
 
 
-def _is_batched(kind: str, found: Mapping[str, Any], x: fx.Node, weight: fx.Node) -> bool:
-    """Whether a weight for each of a batch is in the place of the second operand."""
-    if kind not in ("bmm", "matmul", "einsum") or not set(found) <= {"equation", "input", "weight"}:
-        return False
-    if _dims(x) != 3 or _dims(weight) != 3 or x.meta["example_value"].shape[0] != weight.meta["example_value"].shape[0]:
-        return False
-    if kind != "einsum":
-        return True
-    letters = _BATCHED.fullmatch(str(found["equation"]).replace(" ", ""))
-    return letters is not None and len(set(letters.groups())) == 4
+def _convolution(kind: str, found: Mapping[str, Any]) -> ConvOptions | None:
+    """The options of a convolution of a batch, all of them numbers."""
+    options = {k: v for k, v in found.items() if k not in ("input", "weight", "bias")}
+    nodes: list[fx.Node] = []
+    fx.node.map_arg(options, nodes.append)
+    if nodes or isinstance(options.get("padding"), str) or _dims(found["input"]) != int(kind[-2]) + 2:
+        return None
+    return conv_options(kind, options)
 
 
-def linear_layout(equation: object) -> tuple[int, bool] | None:
-    """(`inner`, `transposed`) of an einsum that is a linear up to views, as "bsd,dhk->bshk" is: the input's last
-    dimensions are summed over, the weight has them in this order before or behind the output's last ones. Else None."""
-    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+def _contraction(kind: str, found: Mapping[str, Any]) -> Contraction | None:
+    """Which dimensions meet, of operands whose shapes are known."""
+    if not set(found) <= {"equation", "input", "weight", "bias"}:
+        return None  # factors of `addmm`
+    x, weight = (found[name].meta["example_value"].shape for name in ("input", "weight"))
+    equation = found.get("equation", _EQUATIONS.get(kind))
+    if kind == "matmul" and len(x) == len(weight) == 3:
+        equation = _EQUATIONS["bmm"]
+    how = einsum_contraction(equation, len(x), len(weight))
+    bias = found.get("bias")
+    if how is None or (len(x) < 2 and kind != "linear"):
         return None
-    given, made = equation.replace(" ", "").split("->")
-    if given.count(",") != 1:
+    # Of unequal sizes one is 1, and broadcast.
+    if any(x[how.x.index(c)] != weight[how.weight.index(c)] for c in how.batch + how.summed):
         return None
-    x, w = given.split(",")
-    inner = sum(letter not in made for letter in x)
-    rows, summed = x[: len(x) - inner], x[len(x) - inner :]
-    columns = made[len(rows) :]
-    distinct = all(len(set(part)) == len(part) for part in (x, w, made))
-    if not (distinct and rows and summed and columns and made == rows + columns) or set(columns) & set(x):
-        return None
-    return (inner, True) if w == summed + columns else (inner, False) if w == columns + summed else None
+    if bias is not None and kind != "linear":
+        columns = weight[how.weight.index(how.columns)]
+        shape = tuple(bias.meta["example_value"].shape)
+        if shape != ((weight[0], 1, columns) if how.batch else (columns,)):  # one for all rows of a weight
+            return None
+    return how
 
 
 def _parameter_of(node: fx.Node, parameters: Collection[fx.Node]) -> fx.Node | None:

@@ -171,7 +171,7 @@ def reordered(op: OpNode, fmt: str) -> bool:
     if op.kind in CONVS and fmt not in native_formats("cpu"):
         return True
     if op.gemm is not None:
-        return op.gemm.transposed
+        return op.kind != "linear"
     shapes = [v.meta["example_value"].shape[:-2] for v in op.node.args if isinstance(v, fx.Node)]
     return op.kind == "matmul" and len(set(shapes)) > 1
 

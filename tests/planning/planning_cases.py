@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,10 +81,11 @@ class Maker:
         name = f"{fqn or 'm'}:{kind}#{len(self.ops)}"
         out = self.tensor(name, shape, grad=self.grad(*inputs), base=base)
         saves = (*saves, out) if saves_output else saves
+        flops = 2 * math.prod(shape) * self.tensors[inputs[0]].shape[-1] if op_class is OpClass.GEMM else 0
         self.ops.append(
             Op(id=name, kind=kind, op_class=op_class, fqn=fqn or "m", inputs=inputs, outputs=(out,), weights=weights,
                saves=saves if self.grad(out) else (), private_saved_bytes=private, pinned=pinned,
-               timing_key=f"{kind}{shape}")
+               timing_key=f"{kind}{shape}", flops=flops)
         )  # fmt: skip
         return out
 
