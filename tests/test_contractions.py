@@ -17,8 +17,10 @@ from autoprec.numerics.histograms import sample
 from autoprec.numerics.packing import encode
 from autoprec.numerics.specs import gemm_spec
 from autoprec.planning.planner import ask, make_plan, propose, uniform_plan
+from autoprec.planning.roofline import modelled_device
 from autoprec.plans import Assignment, Plan, Storage
 from autoprec.scheduling import _measured
+from autoprec.serial.values import load_device
 from tests.test_tournament import tournament_of
 
 #: Equation, dimensions of both operands, what becomes of the letters: batch, rows, summed, columns.
@@ -244,6 +246,33 @@ def test_a_bias_for_each_weight_of_a_batch() -> None:
     wide = torch.promote_types(spec.operand(w, "bf16").dtype, torch.bfloat16)
     assert torch.equal(y, torch.baddbmm(b.bfloat16().to(wide), x.to(wide), w.bfloat16().to(wide)).bfloat16())
     assert torch.equal(leaves[2].grad, g.float().sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("equation", "shape", "has_it"), [("bsd,dhk->bshk", (8, 2, 6), True), ("ebi,eio->ebo", (3, 8, 4), False)]
+)
+def test_fp8_is_the_devices_own_for_one_weight_alone(equation: str, shape: tuple[int, ...], has_it: bool) -> None:
+    """Where there is a weight for each of a batch, FP8 is emulated on every device, and the plan says so."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(shape))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.einsum(equation, 2.0 * x, self.weight).square().mean()
+
+    model = Net()
+    autoprec.compile(model, policy="observe", events=None)
+    for _ in range(2):
+        model(torch.randn(3, 5, 8)).backward()
+        autoprec.session(model).step()
+    session = autoprec.session(model)
+    policy = autoprec.Policy(name="p", formats=["fp32", "fp8_e4m3", "fp8_e5m2"])
+    plan = make_plan(session.graph, session.profile, modelled_device(load_device("h100"), session.graph), policy)
+    (of_output,) = (a for a in plan.assignments if a.op == ":einsum#0" and a.role is Role.OUTPUT)
+    emulated = [d for d in of_output.dropped if "would emulate it" in d.why]
+    assert bool(emulated) is not has_it
 
 
 def plan_kind(op: str) -> str:
