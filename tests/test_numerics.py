@@ -17,8 +17,9 @@ from autoprec.numerics.casts import enter_region, leave_region, saturating_cast
 from autoprec.numerics.contractions import einsum_contraction
 from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.experts import grouped_linear
-from autoprec.numerics.gemm import GemmSpec, conv, linear, matmul, relu_keeping_bits
+from autoprec.numerics.gemm import GemmSpec, conv, linear, matmul
 from autoprec.numerics.histograms import sample
+from autoprec.numerics.lean import relu_keeping_bits
 from autoprec.numerics.packing import Packed, decode, encode, pack_bits, unpack_bits
 from autoprec.numerics.specs import conv_options
 
@@ -67,17 +68,22 @@ def test_bits_come_back(shape: tuple[int, ...]) -> None:
     assert torch.equal(unpack_bits(packed, mask.shape), mask)
 
 
-def test_relu_keeping_bits_is_relu() -> None:
-    x = torch.randn(7, 9)
-    x[0, :3] = torch.tensor([0.0, -0.0, float("nan")])
-    for f in (torch.relu, relu_keeping_bits):
-        leaf = x.clone().requires_grad_()
-        y = f(leaf)
-        y.backward(torch.arange(63.0).view(7, 9))
-        if f is torch.relu:
-            expected = (y.detach(), leaf.grad)
-    assert torch.equal(y.detach().nan_to_num(9), expected[0].nan_to_num(9))
-    assert torch.equal(leaf.grad, expected[1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_relu_keeping_bits_is_relu(dtype: torch.dtype) -> None:
+    """Bitwise, of NaN, infinities and zeros of both signs, for gradients of any kind, and differentiated twice."""
+    x, g = torch.randn(5, 7, 9).to(dtype), torch.randn(5, 7, 9).to(dtype)
+    x[0, 0, :6] = torch.tensor([0.0, -0.0, math.nan, -math.nan, math.inf, -math.inf])
+    g[0, 1, :3] = g[0, 2, 3:6] = torch.tensor([math.nan, math.inf, -0.0])
+    for layout in (lambda t: t, lambda t: t.mT, lambda t: t[:, ::2]):
+        found = []
+        for f in (torch.relu, relu_keeping_bits):
+            leaf, arriving = x.clone().requires_grad_(), g.clone().requires_grad_()
+            y = f(layout(leaf))
+            (first,) = torch.autograd.grad(y, leaf, layout(arriving), create_graph=True)
+            (second,) = torch.autograd.grad(first, arriving, torch.ones_like(first))
+            found.append([y.detach(), first.detach(), second])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(b, a, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def test_saturating_cast_keeps_infinities() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from autoprec.formats import is_scaled, other_operand, result_format
 from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.operands import read_operand, refuse_copies, save_operand, saved_operand, unscaled
-from autoprec.numerics.packing import Packed, decode, pack_bits, unpack_bits
+from autoprec.numerics.packing import Packed, decode
 from autoprec.numerics.products import GemmSpec, rows_times_rows
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "conv",
     "linear",
     "matmul",
-    "relu_keeping_bits",
     "rows_of",
 ]
 
@@ -254,23 +253,6 @@ def _product_to(a: Tensor, b: Tensor, shape: torch.Size) -> Tensor:
     return (left @ right).reshape(shape)
 
 
-class _ReluBits(torch.autograd.Function):
-    """relu whose backward needs one bit per element instead of its output."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = torch.relu(x)
-        # torch's own formula: the gradient is stopped where y ≤ 0, so it passes a NaN.
-        ctx.shape = y.shape
-        ctx.save_for_backward(pack_bits(~(y <= 0)))
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (bits,) = ctx.saved_tensors
-        return torch.where(unpack_bits(bits, ctx.shape), grad, grad.new_zeros(()))
-
-
 def _apply(function: Callable[..., Any], *args: Any) -> Tensor:
     result = function(*args)
     assert isinstance(result, Tensor)
@@ -311,8 +293,3 @@ def conv(
 def matmul(a: Tensor, b: Tensor, spec: GemmSpec) -> Tensor:
     """a @ b for operands of at least two dimensions, in `spec.output`."""
     return _apply(_Matmul.apply, a, b, spec)
-
-
-def relu_keeping_bits(x: Tensor) -> Tensor:
-    """relu(x), bitwise the same forward and backward, keeping one bit per element."""
-    return _apply(_ReluBits.apply, x)

@@ -1,8 +1,10 @@
 """Ops that keep less for their backward pass than torch's own kernels do, and give the same bits forward and backward.
 
-torch's dropout on a CPU keeps its factors, as wide as its input; one bit per element says the same. Attention that
-torch's fused kernels do not take (dropout on a CPU, a mask that is trained) keeps its probabilities twice; what it was
-given, and the state of the random generator, say the same, for computing it once more.
+torch's dropout on a CPU keeps its factors, as wide as its input, and ReLU its result; one bit per element says as much.
+Numbers are looked at as integers there, because comparing BF16 numbers, or choosing between them (`torch.where`), takes
+a CPU ten to thirty times as long (docs/measurements/pieces.md). Attention that torch's fused kernels do not take
+(dropout on a CPU, a mask that is trained) keeps its probabilities twice; what it was given, and the state of the random
+generator, say the same, for computing it once more.
 """
 
 from __future__ import annotations
@@ -16,7 +18,49 @@ from torch import Tensor
 from autoprec.numerics.double_backward import refuse_double_backward
 from autoprec.numerics.packing import pack_bits, unpack_bits
 
-__all__ = ["attention", "dropout", "lean"]
+__all__ = ["attention", "dropout", "lean", "relu_keeping_bits"]
+
+_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _is_not_zero(x: Tensor) -> Tensor:
+    """Where x is neither 0 nor −0; NaN is not."""
+    return (x.view(_INTEGER[x.element_size()]) << 1).bool()
+
+
+class _Masked(torch.autograd.Function):
+    """x where a bit is set, 0 elsewhere, whatever x is there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bits: Tensor) -> Tensor:
+        ctx.save_for_backward(bits)
+        integer = _INTEGER[x.element_size()]
+        mask = unpack_bits(bits, x.shape).to(integer).neg_()
+        return mask.bitwise_and_(x.contiguous().view(integer)).view(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
+        return _Masked.apply(grad, *ctx.saved_tensors), None
+
+
+class _Relu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = torch.relu(x)
+        # torch's own formula: the gradient is stopped where y ≤ 0, so it passes a NaN.
+        ctx.save_for_backward(pack_bits(_is_not_zero(y)))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Masked.apply(grad, *ctx.saved_tensors)
+
+
+def relu_keeping_bits(x: Tensor) -> Tensor:
+    """relu(x), bitwise the same forward and backward, keeping one bit per element."""
+    result = _Relu.apply(x)
+    assert isinstance(result, Tensor)
+    return result
 
 
 class _Dropout(torch.autograd.Function):
@@ -24,7 +68,7 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
         factors = torch.empty_like(x).bernoulli_(1.0 - p)
         ctx.p, ctx.like = p, factors.new_empty(())
-        ctx.save_for_backward(pack_bits(factors != 0))
+        ctx.save_for_backward(pack_bits(_is_not_zero(factors)))
         return x * factors.div_(1.0 - p)
 
     @staticmethod

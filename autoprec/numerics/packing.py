@@ -82,7 +82,7 @@ def encode(x: Tensor, format_name: str, *, rowwise: bool = False) -> Packed:
         for source, target in _pieces(x, payload, whole=rowwise):
             # FP32 for FP16: a scale, a tensor on the device, would be rounded to FP16, where 2^16 is inf.
             wide = source.float() if x.dtype is torch.float16 else source
-            inside = (wide * scale).clamp_(-fmt.max_value, fmt.max_value)
+            inside = wide * scale  # the scale is such that nothing leaves the format but what is not finite
             target.copy_(inside if has_dtype(fmt.name) else to_codes(rounded(inside.float().nan_to_num_(), fmt), fmt))
         inverse = torch.where(amax.isfinite(), 1.0 / scale, torch.full_like(amax, float("nan")))
         return Packed(payload.view(torch.uint8), inverse, fmt.name)

@@ -28,10 +28,10 @@ from autoprec.graphs import OpClass, Role, shared_path
 from autoprec.numerics.casts import cast, enter_region, leave_region, saturating_cast
 from autoprec.numerics.contractions import Contraction, weighted_product
 from autoprec.numerics.dtypes import dtype_of
-from autoprec.numerics.gemm import matmul, relu_keeping_bits
+from autoprec.numerics.gemm import matmul
 from autoprec.numerics.keeping import keep_in, keeping, open_cell
 from autoprec.numerics.kernels import kernel
-from autoprec.numerics.lean import lean
+from autoprec.numerics.lean import lean, relu_keeping_bits
 from autoprec.numerics.norms import norm
 from autoprec.numerics.packing import encode
 from autoprec.numerics.products import GemmSpec

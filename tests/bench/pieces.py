@@ -1,4 +1,5 @@
 """How many elements at a time? `python -m tests.bench.pieces`: packing to E4M3 and sums over channels, on this CPU.
+And what the backward pass of ReLU and dropout is made of, by torch's own comparisons and by bits.
 
 One thread; sizes take turns, round by round; medians. Both make FP32 or BF16 tensors on the way, piece by piece; a
 piece of all elements is what one call of torch would do.
@@ -12,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from autoprec.numerics import gemm, packing
+from autoprec.numerics import gemm, lean, packing
 from tests.bench.measure import one_thread
 
 ROUNDS = 31
@@ -41,6 +42,23 @@ def sum_in(size: int) -> None:
     gemm._SUMMED_AT_ONCE = 1 << size
 
 
+def by_bits(x: torch.Tensor) -> dict[str, Callable[[], object]]:
+    y, g = torch.relu(x), x.flip(0)
+    mask, bits = y > 0, packing.pack_bits(y > 0)
+    leaf = x.clone().requires_grad_()
+    plain, lean_one = torch.relu(leaf), lean.relu_keeping_bits(leaf)
+    return {
+        "y <= 0": lambda: y <= 0,
+        "neither 0 nor -0, as integers": lambda: lean._is_not_zero(y),
+        "torch.where(mask, g, 0)": lambda: torch.where(mask, g, g.new_zeros(())),
+        "mask as bits and g's bits": lambda: lean._Masked.apply(g, bits),
+        "torch's relu, forward": lambda: torch.relu(leaf),
+        "relu that keeps bits, forward": lambda: lean.relu_keeping_bits(leaf),
+        "torch's relu, backward": lambda: torch.autograd.grad(plain, leaf, g, retain_graph=True),
+        "relu that keeps bits, backward": lambda: torch.autograd.grad(lean_one, leaf, g, retain_graph=True),
+    }
+
+
 def main() -> None:
     torch.manual_seed(0)
     wide = torch.randn(1 << SIZES[-1])
@@ -61,6 +79,10 @@ def main() -> None:
         for name, call, use in cases:
             cells = (f"{m * 1e3:.1f} ({a * 1e3:.1f}-{b * 1e3:.1f})" for a, m, b in times(call, use).values())
             print(f"{name:26}" + "".join(f"{cell:>20}" for cell in cells), flush=True)
+        print("\nthe same elements at once, BF16")
+        for name, call in by_bits(narrow).items():
+            a, m, b = next(iter(times(call, lambda size: None).values()))
+            print(f"{name:44} {m * 1e3:6.2f} ({a * 1e3:.2f}-{b * 1e3:.2f})", flush=True)
 
 
 if __name__ == "__main__":
