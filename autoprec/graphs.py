@@ -19,6 +19,7 @@ from autoprec.checks import check_amount, check_unique
 from autoprec.errors import InputError
 
 __all__ = [
+    "ATTENTION",
     "KERNEL_PRODUCTS",
     "Decided",
     "Op",
@@ -33,9 +34,11 @@ __all__ = [
 T = TypeVar("T")
 
 
+ATTENTION = "scaled_dot_product_attention"
+
 #: Products inside kernels of torch: they run as written, in one format for all that they read and make. Their gradients
 #: have another one at the price of running them once more.
-KERNEL_PRODUCTS = ("scaled_dot_product_attention", "einsum", "baddbmm", "addbmm")
+KERNEL_PRODUCTS = (ATTENTION, "einsum", "baddbmm", "addbmm")
 
 
 class Role(StrEnum):

@@ -116,6 +116,58 @@ def test_a_pointwise_op_differentiates_at_what_was_kept(kind: str, storage: str)
     assert not torch.allclose(gradient(model, x)[1], found[1], rtol=1e-5, atol=1e-6)  # the storage is seen
 
 
+class Attention(nn.Module):
+    """Queries, keys and values from one product, and what attention makes of them in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Parameter(torch.randn(6, 48)), nn.Parameter(torch.randn(16, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (x @ self.a).view(3, 7, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y.transpose(1, 2).reshape(3, 7, 16) @ self.b
+
+
+@pytest.mark.parametrize(
+    "kept", [(":matmul#0",), (":scaled_dot_product_attention#0",), (":matmul#0", ":scaled_dot_product_attention#0")]
+)
+@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+def test_attention_differentiates_at_what_was_kept(fmt: str, kept: tuple[str, ...]) -> None:
+    """Bitwise torch's own backward kernel, given the rounded tensors."""
+    model, x, dtype = Attention(), torch.randn(3, 7, 6), {"fp32": torch.float32, "bf16": torch.bfloat16}[fmt]
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    qkv = x @ model.a
+    parts = [t.to(dtype) for t in qkv.view(3, 7, 3, 2, 8).permute(2, 0, 3, 1, 4)]
+    read = parts
+    if ":matmul#0" in kept and fmt == "bf16":  # each part is a cast of its own
+        read = [rounded(t, "fp8_e4m3") for t in parts]
+    elif ":matmul#0" in kept:
+        read = list(rounded(qkv, "fp8_e4m3").view(3, 7, 3, 2, 8).permute(2, 0, 3, 1, 4))
+    out, logsumexp = forward(*parts, 0.0, True)
+    wide = out.transpose(1, 2).reshape(3, 7, 16).float()
+    y = wide @ model.b
+    expected = wide if len(kept) == 1 and ":matmul#0" in kept else rounded(wide.to(dtype), "fp8_e4m3").float()
+    g = 2 * y.detach()
+    of_b = expected.reshape(-1, 16).t() @ g.reshape(-1, 5)
+    arriving = (g @ model.b.t()).view(3, 7, 2, 8).transpose(1, 2).to(dtype)
+    kept_out = out if len(kept) == 1 and ":matmul#0" in kept else rounded(out, "fp8_e4m3")
+    grads = backward(arriving, *read, kept_out, logsumexp, 0.0, True)
+    of_qkv = torch.stack(grads).permute(1, 3, 0, 2, 4).reshape(21, 48).float()
+    of_a = x.reshape(21, 6).t() @ of_qkv
+    op = ":scaled_dot_product_attention#0"
+    chosen = tuple(Assignment(op=op, role=r, format=fmt, reason="test") for r in (Role.OUTPUT, Role.GRAD_INPUT))
+    plan = plan_of("fp8_e4m3", *kept)
+    autoprec.compile(model, plan=Plan(assignments=chosen, storages=plan.storages), events=None)
+    found = model(x)
+    found.square().sum().backward()
+    assert torch.equal(found.detach(), y.detach())
+    torch.testing.assert_close(model.b.grad, of_b, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(model.a.grad, of_a, rtol=1e-6, atol=1e-5)
+
+
 def storage_of(model: nn.Module, x: Tensor) -> int:
     """Bytes kept for backward, parameters and input apart."""
     return saved_bytes(lambda: model(x).square().sum(), [*model.parameters(), x])

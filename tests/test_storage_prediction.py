@@ -28,9 +28,11 @@ def test_what_is_kept_narrow_costs_about_what_is_predicted(pairs: list[storage_s
     """Too much is allowed where a mean hides the error, too little is not."""
     assert len(pairs) >= 20
     pointwise = [p for p in pairs if p.kinds in ("gelu", "tanh", "exp+mul", "softplus", "mul+silu")]
-    assert len(pointwise) >= 8
+    attention = [p for p in pairs if "attention" in p.kinds]
+    assert len(pointwise) >= 8 and len(attention) >= 8
     assert ratios_of(pairs).min() >= 0.2
     assert 0.5 <= np.median(ratios_of(pointwise)) <= 3.0
+    assert 0.5 <= np.median(ratios_of(attention)) <= 2.5 and ratios_of(attention).max() <= 5.0
 
 
 def test_forgetting_what_ops_pass_on_is_noticed(

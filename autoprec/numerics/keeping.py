@@ -19,7 +19,8 @@ __all__ = ["Cell", "keep_in", "keeping", "open_cell"]
 
 
 class Cell:
-    """The narrow copies of one tensor: of its memory, and of that of its casts, each made when it is first kept."""
+    """The narrow copies of one tensor: of its memory, and of that of its casts, each made when it is first kept. A cast
+    of a part has a scale of its own."""
 
     def __init__(self, storage: str) -> None:
         self._storage = storage
@@ -31,15 +32,16 @@ class Cell:
         self._numel = x.numel()
 
     def part(self, x: Tensor) -> Packed | None:
-        """The narrow copy of `x`: the tensor, a cast of it, or a view of either. None where `x` lives in memory of
-        another size (a cast of a part, a kernel's padded result), which is then kept as it is."""
+        """The narrow copy of `x`: the tensor, a cast of it or of a part of it, or a view of any. None where `x` lives
+        in more memory than the tensor takes (a kernel's padded result), and is then kept as it is."""
         memory = x.untyped_storage()
-        if not x.numel() or memory.nbytes() != self._numel * x.element_size():
+        numel = memory.nbytes() // x.element_size()
+        if not x.numel() or numel > self._numel:
             return None
         for reference, packed in self._made:
             if reference.cdata == memory._cdata and not reference.expired():
                 return _seen_as(packed, x)
-        packed = encode(x.detach().as_strided((self._numel,), (1,), 0), self._storage)
+        packed = encode(x.detach().as_strided((numel,), (1,), 0), self._storage)
         self._made.append((StorageWeakRef(memory), packed))
         return _seen_as(packed, x)
 

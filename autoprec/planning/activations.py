@@ -13,15 +13,13 @@ Measured on trained networks (docs/measurements/fp8.md, docs/measurements/varian
 from __future__ import annotations
 
 from autoprec.formats import BF16, format_named, other_operand
-from autoprec.graphs import Op, OpClass, TensorKind
+from autoprec.graphs import ATTENTION, Op, OpClass, TensorKind
 from autoprec.planning.flow import Flow
 from autoprec.planning.noise import relative_error
 from autoprec.planning.saved import relative_variance
 from autoprec.planning.values import GradientNode
 
 __all__ = ["Activations"]
-
-_ATTENTION = "scaled_dot_product_attention"
 
 
 class Activations:
@@ -93,7 +91,7 @@ class Activations:
         reads = [t for t in op.inputs if self.carries(t)]
         if not reads:
             return ()
-        if op.kind == _ATTENTION:
+        if op.kind == ATTENTION:
             shares = self._of_attention(op)
         elif op.op_class is OpClass.GEMM and op.weights:
             shares = [(op.inputs[0], self._gains.forward(op))] if op.inputs[0] in reads else []
@@ -111,10 +109,9 @@ class Activations:
         return tuple(found.items())
 
     def _of_attention(self, op: Op) -> list[tuple[str, float]]:
-        """Values as they are. A score q·k/√d has the variance ms(q)·ms(k) (ms: mean square) where the two are
-        independent, and its error moves the weights of the values by as much as it is large."""
+        """Values as they are, queries and keys by what the scores move the values' weights."""
         query, key, value = op.inputs[:3]
-        moves = min(1.0, self._gains.mean_square(query) * self._gains.mean_square(key))
+        moves = min(1.0, self._gains.of_scores(op))
         shares = [(value, 1.0), (query, moves), (key, moves)]
         return [(t, share) for t, share in shares if self.carries(t)]
 
@@ -123,7 +120,7 @@ class Activations:
     def _local(self, op: Op) -> tuple[tuple[str, float], ...]:
         """By format: the rounding of the result, and of a product's weight; of what it reads where the copy is its own
         (other copies are born so, or rounded when the op before is)."""
-        product = op.op_class is OpClass.GEMM and op.kind != _ATTENTION
+        product = op.op_class is OpClass.GEMM and op.kind != ATTENTION
         gain = self._gains.forward(op) if product else 1.0
         read = op.inputs[: 1 if op.weights else 2] if product else ()
         inputs = [t for t in read if self._graph.tensor_by_id[t].kind is TensorKind.INPUT]

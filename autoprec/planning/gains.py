@@ -67,6 +67,13 @@ class Gains:
             return min(1.0, self._terms(op) * weight * arriving / passed.energy) if weight > 0.0 else None
         return None
 
+    def of_scores(self, op: Op) -> float:
+        """What a relative variance in the queries, or keys, of attention is multiplied by in its weights: a score
+        q·k/√d has the variance ms(q)·ms(k) where the two are independent, and its error moves the weights by as much as
+        it is large. (For any other scale than 1/√d, which graphs do not tell, it is off by d·scale².)"""
+        query, key = op.inputs[:2]
+        return self.mean_square(query) * self.mean_square(key)
+
     def _terms(self, op: Op) -> float:
         """How many products are summed up in one element of the result."""
         return op.flops / (2 * max(1, self._graph.tensor_by_id[op.outputs[0]].numel))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoprec.graphs import Op, Role
+from autoprec.graphs import ATTENTION, Op, Role
 from autoprec.planning.flow import Flow
+from autoprec.planning.noise import relative_error
 from autoprec.planning.saved import PRODUCTS
 from autoprec.planning.values import Saver
 
@@ -28,7 +29,7 @@ class Stores:
 
     def __init__(self, flow: Flow, gemm_of: dict[str, int], passing: dict[int, tuple[tuple[int, float], ...]]) -> None:
         """`passing`: forward moment → `GradientNode.inputs`."""
-        self._graph, self._roots, self._prices = flow.graph, flow.roots, flow.prices
+        self._flow, self._graph, self._roots, self._prices = flow, flow.graph, flow.roots, flow.prices
         self._unit_of, self._numbers = flow.unit_of, flow.numbers
         self._gemm_of, self._passing = gemm_of, passing
         roots = flow.roots
@@ -85,18 +86,50 @@ class Stores:
         if self._changes(op):
             return []
         found = []
-        for t in dict.fromkeys(t for t in op.saves if self._roots.root_of[t] == root):
+        own = (*op.inputs[:3], *op.outputs) if op.kind == ATTENTION else op.saves
+        for t in dict.fromkeys(t for t in own if self._roots.root_of[t] == root):
             spec = self._graph.tensor_by_id[t]
-            noise = self._prices.saver_noise(op, t)
+            noise = self._of_attention(op, t) if op.kind == ATTENTION else self._prices.saver_noise(op, t)
             if not spec.is_float32 or not noise:
                 return []
             reached = self._reached(op, t, self._passing.get(moment, ()))
             found.append(Saver(moment=moment, unit=unit, numel=spec.numel, noise=tuple(noise.items()), reached=reached))
         return found
 
+    def _of_attention(self, op: Op, kept: str) -> dict[str, float]:
+        """By storage, what keeping a query, key, value or result of attention in it adds to the relative variance of
+        the gradients that it reaches: P = exp(q·kᵀ/√d − L) is made again with the rounded q and k, each of which is a
+        factor of the other's gradient besides."""
+        values = self._prices.values(kept)
+        if values is None or values.nonfinite:
+            return {}
+        factor = 1.0 + self._flow.gains.of_scores(op) if kept in op.inputs[:2] else 1.0
+        return {f.name: factor * relative_error(values, f) for f in self._prices.storages
+                if f.scaled or values.amax <= f.max_value}  # fmt: skip
+
+    def _into_scores(self, op: Op) -> dict[int, float]:
+        """What a relative variance in the values, or the result, of attention is multiplied by in the gradients of
+        queries and keys.
+
+        dS = P∘(g·vᵀ − Σ g·o) is a difference in which most may cancel, so the error is taken as it is: that of v adds
+        ΣP²·ms(v)·‖g‖² to ‖dS‖², with ΣP²·ms(v) = ms(o), and dq = dS·k/√d has ms(k) times as much (ms: mean square).
+        That of o, which is the same for all keys, may add as much.
+        """
+        gains, prices = self._flow.gains, self._prices
+        added = gains.mean_square(op.outputs[0]) * prices.gradient_energy(op, [op.outputs[0]])
+        found: dict[int, float] = {}
+        for t, other in (op.inputs[:2], op.inputs[1::-1]):
+            whole = prices.gradients(self._roots.root_of[t])
+            if added > 0.0 and whole is not None and whole.energy > 0.0:
+                share = added * gains.mean_square(other) / whole.energy
+                found[self._numbers[t]] = found.get(self._numbers[t], 0.0) + share
+        return found
+
     def _reached(self, op: Op, kept: str, inputs: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
         """Whose gradients are made with the kept tensor: those of the other factors of a product, else all inputs'. So
         too where a factor is repeated: its gradient is a sum whose terms may cancel, and their errors do not."""
+        if op.kind == ATTENTION and kept not in op.inputs[:2]:
+            return tuple(self._into_scores(op).items()) or inputs
         rest = list(op.inputs)
         if op.kind not in PRODUCTS or kept not in rest:
             return inputs
