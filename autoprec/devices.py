@@ -20,6 +20,8 @@ class OpTiming:
 
     `private_saved_bytes`, with the role "output": bytes that the op keeps for its backward besides what it is given and
     what it gives (statistics, masks); None if that was not looked at.
+    `forward_seconds`: of an op whose only role is "output", the part of `seconds` that one forward pass takes; None if
+    that was not looked at.
     `workspace_bytes`: held for a moment while the role runs (casts of weights, kernels' buffers), beside what it is
     given, what it gives and what it keeps; `backward_workspace_bytes` the same in the backward pass of an op whose only
     role is "output". None if that was not looked at.
@@ -32,12 +34,13 @@ class OpTiming:
     private_saved_bytes: int | None = None
     workspace_bytes: int | None = None
     backward_workspace_bytes: int | None = None
+    forward_seconds: float | None = None
 
     def __post_init__(self) -> None:
         check_choice(self.role, tuple(Role), "role", DeviceError, "role")
         check_format(self.format, DeviceError, "format")
         check_amount(self.seconds, "seconds", DeviceError, "seconds")
-        for name in ("private_saved_bytes", "workspace_bytes", "backward_workspace_bytes"):
+        for name in ("private_saved_bytes", "workspace_bytes", "backward_workspace_bytes", "forward_seconds"):
             check_amount(getattr(self, name), name, DeviceError, name)
 
 
@@ -122,6 +125,12 @@ class Device:
         """(timing_key, format) → bytes kept privately, where known."""
         found = ((t.timing_key, t.format, t.private_saved_bytes) for t in self.timings if t.role == "output")
         return {(key, fmt): size for key, fmt, size in found if size is not None}
+
+    @cached_property
+    def forward_seconds_by_key(self) -> dict[tuple[str, str, str], float]:
+        """(timing_key, role, format) → seconds of the forward pass alone, where known."""
+        found = ((t, t.forward_seconds) for t in self.timings)
+        return {(t.timing_key, t.role, t.format): seconds for t, seconds in found if seconds is not None}
 
     @cached_property
     def workspace_by_key(self) -> dict[tuple[str, str, str], tuple[int, int]]:

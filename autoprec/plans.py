@@ -14,6 +14,7 @@ from autoprec.graphs import Role
 
 __all__ = [
     "AS_IS",
+    "RECOMPUTED",
     "Alternative",
     "Assignment",
     "Contestant",
@@ -29,6 +30,9 @@ __all__ = [
 
 #: A saved tensor that is kept in the format in which it was read.
 AS_IS = "as_is"
+
+#: Not kept at all: made again in the backward pass from what other ops keep.
+RECOMPUTED = "recomputed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +64,7 @@ class Alternative:
     broken: tuple[Violation, ...] = ()
 
     def __post_init__(self) -> None:
-        check_format(self.format, PlanError, "format", among=(AS_IS,))
+        check_format(self.format, PlanError, "format", among=(AS_IS, RECOMPUTED))
         for name in ("seconds", "noise"):
             if not math.isfinite(getattr(self, name)):
                 raise PlanError(f"{name} must be finite, not {getattr(self, name)}", at=(name,))
@@ -74,7 +78,7 @@ class Dropped:
     why: str
 
     def __post_init__(self) -> None:
-        check_format(self.format, PlanError, "format", among=(AS_IS,))
+        check_format(self.format, PlanError, "format", among=(AS_IS, RECOMPUTED))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,20 +103,27 @@ class Assignment:
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """How one tensor is kept for backward, and why: `AS_IS` or the name of a narrower format.
+    """How one tensor is kept for backward, and why: `AS_IS`, the name of a narrower format, or `RECOMPUTED`.
 
-    `alternatives` and `dropped` as in `Assignment`, of the policy's storages.
+    `made_from`: what is kept in place of a tensor that is recomputed. `alternatives` and `dropped` as in `Assignment`,
+    of the policy's storages.
     """
 
     tensor: str
     format: str
     reason: str
+    made_from: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] | None = None
     dropped: tuple[Dropped, ...] = ()
 
     def __post_init__(self) -> None:
         check_text(self.tensor, "tensor", PlanError, "tensor")
-        check_storage(self.format, PlanError, "format", among=(AS_IS,))
+        check_storage(self.format, PlanError, "format", among=(AS_IS, RECOMPUTED))
+        check_unique(self.made_from, "the tensor", PlanError, "made_from")
+        if bool(self.made_from) != (self.format == RECOMPUTED):
+            how = f"is kept in {self.format}" if self.made_from else "is recomputed from nothing"
+            told = f"{self.tensor} {how}: made_from names what a tensor is recomputed from, and goes with that alone"
+            raise PlanError(told, at=("made_from",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +262,11 @@ class Plan:
         """Tensor id → storage name."""
         return {s.tensor: s.format for s in self.storages}
 
+    @cached_property
+    def made_from_of(self) -> dict[str, tuple[str, ...]]:
+        """Of each tensor that is recomputed, what from."""
+        return {s.tensor: s.made_from for s in self.storages if s.format == RECOMPUTED}
+
     @property
     def adopted(self) -> Contestant | None:
         """The contestant that it was; None where there was no contest."""
@@ -266,7 +282,7 @@ class Plan:
         """Of the decisions alone (not of reasons, alternatives and predictions)."""
         body = (
             sorted((a.op, str(a.role), a.format) for a in self.assignments),
-            sorted((s.tensor, s.format) for s in self.storages),
+            sorted((s.tensor, s.format, *s.made_from) for s in self.storages),
             sorted((r.ops, r.scale_log2) for r in self.regions),
             sorted(self.saturating),
             *([self.scales] if self.scales != "tensorwise" else []),
@@ -276,7 +292,8 @@ class Plan:
     def formats_used(self) -> tuple[str, ...]:
         """Names of every compute format and narrow storage in use, sorted."""
         compute = {a.format for a in self.assignments}
-        kept = {f"{s.format} storage" for s in self.storages if s.format != AS_IS}
+        kept = {f"{s.format} storage" for s in self.storages if s.format not in (AS_IS, RECOMPUTED)}
+        kept |= {RECOMPUTED for s in self.storages if s.format == RECOMPUTED}
         return tuple(sorted(compute | kept))
 
 

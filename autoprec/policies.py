@@ -194,6 +194,11 @@ class StorageOptions(_Part):
         description="What a tensor may be kept in instead of as it is.",
     )
 
+    recompute: bool = Field(
+        default=True,
+        description="Whether a tensor may be made again in the backward pass from what others keep.",
+    )
+
     @validator("formats")
     @classmethod
     def _implemented(cls, names: tuple[str, ...]) -> tuple[str, ...]:

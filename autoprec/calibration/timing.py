@@ -30,6 +30,7 @@ from autoprec.numerics.norms import norm
 from autoprec.numerics.packing import Packed, decode, encode
 from autoprec.numerics.specs import NORM_SIGNATURE, fit_scalars, gemm_spec, norm_call
 from autoprec.numerics.switches import fp32_arithmetic
+from autoprec.planning.remaking import is_repeatable
 from autoprec.tracing.gemms import gemm_arguments
 from autoprec.tracing.kinds import GROUPED, out_of_place
 
@@ -168,7 +169,7 @@ def _candidates(case: TimingCase, formats: Iterable[str]) -> tuple[str, ...]:
 def _time_case(
     key: str, case: TimingCase, formats: Sequence[str], device_type: str
 ) -> tuple[list[OpTiming], list[NoKernel]]:
-    runs: dict[tuple[Role, str], Callable[[], object]] = {}
+    runs: dict[tuple[Role | None, str], Callable[[], object]] = {}
     found: dict[str, _Runs] = {}
     lacking: list[NoKernel] = []
     for fmt in formats:
@@ -190,6 +191,8 @@ def _time_case(
             continue
         for role, run in found[fmt].runs.items():
             runs[(role, fmt)] = run
+        if (forward := found[fmt].forward) is not None:
+            runs[(None, fmt)] = forward
     seconds = _rounds(runs, torch.device(device_type))
     timings = [
         OpTiming(
@@ -200,8 +203,10 @@ def _time_case(
             private_saved_bytes=found[fmt].private_bytes if role is Role.OUTPUT else None,
             workspace_bytes=found[fmt].workspace.get(role),
             backward_workspace_bytes=found[fmt].backward_workspace if role is Role.OUTPUT else None,
+            forward_seconds=seconds.get((None, fmt)) if role is Role.OUTPUT else None,
         )
         for (role, fmt), taken in seconds.items()
+        if role is not None
     ]
     return timings, lacking
 
@@ -215,22 +220,27 @@ def _significant(seconds: float, fp32: float) -> float:
 class _Runs:
     """What to time for each role of an op in one format, the bytes that it keeps privately, and its workspace by role.
 
-    Ops that are not products have one role, forward and backward together, and `backward_workspace`.
+    Ops that are not products have one role, forward and backward together, and `backward_workspace`; `forward` is one
+    forward pass of those that may be made again.
     """
 
     runs: dict[Role, Callable[[], object]]
     private_bytes: int
     workspace: dict[Role, int]
     backward_workspace: int = 0
+    forward: Callable[[], object] | None = None
 
 
 def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
     forward, leaves, given = _callable(case, fmt, device_type)
 
-    def without_graph() -> None:
+    def once() -> None:
         with torch.no_grad():
-            for _ in range(1 + len(case.op.checkpoints)):
-                forward()
+            forward()
+
+    def without_graph() -> None:
+        for _ in range(1 + len(case.op.checkpoints)):
+            once()
 
     kept: dict[int, int] = {}
 
@@ -282,7 +292,13 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
         return _Runs(runs=roles, private_bytes=private, workspace=held)
     whole = backward(y, leaves)
     runs: dict[Role, Callable[[], object]] = {Role.OUTPUT: lambda: (without_graph(), whole())}
-    return _Runs(runs=runs, private_bytes=private, workspace=held, backward_workspace=workspace_bytes(whole, device))
+    return _Runs(
+        runs=runs,
+        private_bytes=private,
+        workspace=held,
+        backward_workspace=workspace_bytes(whole, device),
+        forward=once if is_repeatable(case.op.kind) else None,
+    )
 
 
 def _callable(case: TimingCase, fmt: str, device_type: str) -> tuple[Callable[[], Any], list[Tensor], list[Tensor]]:

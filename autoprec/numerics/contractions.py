@@ -12,6 +12,7 @@ from autoprec.numerics.experts import batched_linear, grouped_linear
 from autoprec.numerics.gemm import ConvOptions, conv, linear
 from autoprec.numerics.packing import Packed
 from autoprec.numerics.products import GemmSpec
+from autoprec.numerics.remaking import Kept, Remade
 
 __all__ = ["Contraction", "Layout", "contract", "einsum_contraction", "in_order", "weighted_product"]
 
@@ -98,7 +99,7 @@ def contract(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    kept: Packed | None,
+    kept: Kept | None,
     spec: GemmSpec,
     how: Contraction,
     *,
@@ -110,15 +111,20 @@ def contract(
     for one row dimension and one column dimension; `kept` and `operand` as for `linear`.
     """
     size = dict(zip(how.x, x.shape, strict=True)) | dict(zip(how.weight, weight.shape, strict=True))
-    copies = (None if p is None else p._replace(payload=_matrices(p.payload, how)) for p in (kept, operand))
+    if isinstance(kept, Remade):
+        kept = kept.seen(lambda t: _matrices(t, how))
+    elif kept is not None:
+        kept = kept._replace(payload=_matrices(kept.payload, how))
+    if operand is not None:
+        operand = operand._replace(payload=_matrices(operand.payload, how))
     matrices = _matrices(x, how)
     w = in_order(weight, how.weight, how.batch + how.columns + how.summed)
     batches = len(how.batch)
     w = w.flatten(batches + len(how.columns)).flatten(batches, batches + len(how.columns) - 1)
     if not batches:
-        y = linear(matrices, w, bias, next(copies), spec, operand=next(copies)).unflatten(-1, _sizes(how.columns, size))
+        y = linear(matrices, w, bias, kept, spec, operand=operand).unflatten(-1, _sizes(how.columns, size))
     else:
-        y = batched_linear(matrices, w.flatten(0, batches - 1).mT, bias, next(copies), spec, operand=next(copies))
+        y = batched_linear(matrices, w.flatten(0, batches - 1).mT, bias, kept, spec, operand=operand)
         y = y.reshape(_sizes(how.batch + how.rows + how.columns, size))
     return in_order(y, how.batch + how.rows + how.columns, how.made)
 
@@ -140,7 +146,7 @@ def weighted_product(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    kept: Packed | None,
+    kept: Kept | None,
     offs: Tensor | None,
     spec: GemmSpec,
     how: Layout,

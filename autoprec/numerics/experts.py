@@ -12,6 +12,7 @@ from autoprec.numerics.double_backward import refuse_double_backward
 from autoprec.numerics.operands import read_operand, refuse_copies, save_operand, saved_operand, unscaled
 from autoprec.numerics.packing import Packed
 from autoprec.numerics.products import GemmSpec
+from autoprec.numerics.remaking import Kept
 
 __all__ = ["batched_linear", "grouped_linear"]
 
@@ -25,7 +26,7 @@ class _GroupedLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         operand: Packed | None,
-        kept: Packed | None,
+        kept: Kept | None,
         offs: Tensor,
         spec: GemmSpec,
     ) -> Tensor:
@@ -83,7 +84,7 @@ class _BatchedLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         operand: Packed | None,
-        kept: Packed | None,
+        kept: Kept | None,
         spec: GemmSpec,
     ) -> Tensor:
         ctx.spec, ctx.x_dtype = spec, x.dtype
@@ -123,7 +124,13 @@ def _batched_input_gradient(spec: GemmSpec, grad: Tensor, weight: Tensor) -> Ten
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, offs: Tensor, kept: Packed | None, spec: GemmSpec, *, operand: Packed | None = None
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    kept: Kept | None,
+    spec: GemmSpec,
+    *,
+    operand: Packed | None = None,
 ) -> Tensor:
     """x (rows, in), sorted by expert, times weight (experts, in, out); `offs` (experts,) are the ends of their rows."""
     return _made(_GroupedLinear.apply(x, weight, operand, kept, offs, spec))
@@ -133,7 +140,7 @@ def batched_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    kept: Packed | None,
+    kept: Kept | None,
     spec: GemmSpec,
     *,
     operand: Packed | None = None,

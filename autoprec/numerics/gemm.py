@@ -19,6 +19,7 @@ from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.operands import read_operand, refuse_copies, save_operand, saved_operand, unscaled
 from autoprec.numerics.packing import Packed, decode
 from autoprec.numerics.products import GemmSpec, rows_times_rows
+from autoprec.numerics.remaking import Kept
 
 __all__ = [
     "ConvOptions",
@@ -86,7 +87,7 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         operand: Packed | None,
-        kept: Packed | None,
+        kept: Kept | None,
         spec: GemmSpec,
     ) -> Tensor:
         ctx.spec, ctx.x_dtype, ctx.has_bias = spec, x.dtype, bias is not None
@@ -140,7 +141,7 @@ class _Conv(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         operand: Packed | None,
-        kept: Packed | None,
+        kept: Kept | None,
         spec: GemmSpec,
         options: ConvOptions,
     ) -> Tensor:
@@ -263,7 +264,7 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    kept: Packed | None,
+    kept: Kept | None,
     spec: GemmSpec,
     *,
     operand: Packed | None = None,
@@ -280,7 +281,7 @@ def conv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    kept: Packed | None,
+    kept: Kept | None,
     spec: GemmSpec,
     options: ConvOptions,
     *,

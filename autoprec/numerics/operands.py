@@ -11,6 +11,7 @@ from autoprec.formats import is_scaled
 from autoprec.numerics.double_backward import refuse_double_backward
 from autoprec.numerics.packing import Packed
 from autoprec.numerics.products import GemmSpec
+from autoprec.numerics.remaking import Kept, Remade
 
 __all__ = ["read_operand", "refuse_copies", "save_operand", "saved_operand", "unscaled"]
 
@@ -22,25 +23,35 @@ def read_operand(x: Tensor, operand: Packed | None, spec: GemmSpec) -> Tensor | 
     return spec.packed(x if operand is None else operand, spec.output)
 
 
-def save_operand(ctx: Any, read: Tensor | Packed, weight: Tensor, kept: Packed | None) -> None:
-    """Keep what was read, or the narrow copy that is kept instead."""
+def save_operand(ctx: Any, read: Tensor | Packed, weight: Tensor, kept: Kept | None) -> None:
+    """Keep what was read, or what is kept instead."""
     saved = read if kept is None else kept
-    ctx.kept_as = saved.format if isinstance(saved, Packed) else None
-    first, second = (saved.payload, saved.inverse_scale) if isinstance(saved, Packed) else (saved, None)
-    ctx.save_for_backward(first, second, weight)
+    ctx.kept_as, ctx.again = None, None
+    if isinstance(saved, Remade):
+        ctx.again = saved.again
+        ctx.save_for_backward(weight, *saved.tensors)
+    elif isinstance(saved, Packed):
+        ctx.kept_as = saved.format
+        ctx.save_for_backward(weight, saved.payload, saved.inverse_scale)
+    else:
+        ctx.save_for_backward(weight, saved)
 
 
 def saved_operand(ctx: Any) -> tuple[Tensor | Packed, Tensor]:
     """The input as it was kept, and the weight. Once: inside a checkpoint a second look would ask for another
     recomputation."""
-    first, second, weight = ctx.saved_tensors
-    return (first if ctx.kept_as is None else Packed(first, second, ctx.kept_as)), weight
+    weight, *kept = ctx.saved_tensors
+    if ctx.again is not None:
+        return ctx.again(kept), weight
+    return (kept[0] if ctx.kept_as is None else Packed(*kept, ctx.kept_as)), weight
 
 
 def refuse_copies(ctx: Any) -> None:
-    """A narrow copy has lost its way back to what it is a copy of."""
+    """A copy has lost its way back to what it is a copy of."""
     if ctx.kept_as is not None:
         refuse_double_backward("a layer that keeps its input in a narrow format")
+    if ctx.again is not None:
+        refuse_double_backward("a layer whose input is made again for its backward pass")
     if not ctx.spec.plain:
         refuse_double_backward("a product in TF32, FP8 or a format of one's own")
 

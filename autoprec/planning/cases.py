@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from autoprec.checks import check_amount, check_format, check_storage, check_unique
 from autoprec.errors import InputError
 from autoprec.graphs import Role
-from autoprec.planning.values import PlanTensor, Problem, Unit, Use
+from autoprec.planning.values import PlanTensor, Problem, Remaking, Unit, Use, result_of
+from autoprec.plans import RECOMPUTED
 
 __all__ = ["Case"]
 
@@ -92,9 +93,13 @@ class _Check:
     def tensor(self, at: At, t: PlanTensor) -> None:
         self.amounts(at, t, "numel", "wide_bytes")
         check_amount(t.runs, "runs", InputError, *at, "runs")
-        self.formats(at, "storages", t.storages)
         for k, name in enumerate(t.storages):
-            check_storage(name, InputError, *at, "storages", k)
+            check_storage(name, InputError, *at, "storages", k, among=(RECOMPUTED,))
+        check_unique(t.storages, "format", InputError, *at, "storages")
+        if (RECOMPUTED in t.storages) != (t.remaking is not None):
+            raise InputError(f"a tensor that may be {RECOMPUTED} says how, and no other does", at=(*at, "remaking"))
+        if t.remaking is not None:
+            self.remaking((*at, "remaking"), t, t.remaking)
         self.formats(at, "saturates", t.saturates)
         self.energies((*at, "loss_noise"), t.loss_noise)
         self.index((*at, "birth"), t.birth, self.ops, "moment")
@@ -114,6 +119,17 @@ class _Check:
             self.amounts(here, saver, "numel")
             self.energies((*here, "noise"), saver.noise)
             self.shares((*here, "reached"), saver.reached)
+
+    def remaking(self, at: At, t: PlanTensor, remaking: Remaking) -> None:
+        self.amounts(at, remaking, "numel", "noise")
+        self.energies((*at, "seconds"), remaking.seconds)
+        if not t.gemms or t.others:
+            raise InputError("only what products alone keep is made again", at=at)
+        known = {name for name, _ in remaking.seconds}
+        missing = [f for f in self.problem.formats_of(result_of(t.born)) if f not in known]
+        if missing:
+            what = f"there are no seconds in {missing[0]}, in which the tensor may be born"
+            raise InputError(what, at=(*at, "seconds"))
 
     def use(self, at: At, use: Use) -> None:
         self.index((*at, "moment"), use.moment, self.ops, "moment")
@@ -190,7 +206,7 @@ class _Check:
     def energies(self, at: At, pairs: Sequence[tuple[str, float]]) -> None:
         """By format; without bound where the values leave it."""
         for k, (name, value) in enumerate(pairs):
-            check_format(name, InputError, *at, k, 0)
+            check_format(name, InputError, *at, k, 0, among=(RECOMPUTED,))
             if not value >= 0.0:
                 raise InputError(f"it must be at least 0, not {value}", at=(*at, k, 1))
 

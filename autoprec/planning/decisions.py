@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autoprec.formats import other_operand, result_format
-from autoprec.planning.values import Choice, Problem
+from autoprec.planning.values import Choice, Problem, of_format
 
 __all__ = ["Decisions"]
 
@@ -28,8 +28,8 @@ class Decisions:
         self._problem = problem
         names = dict.fromkeys(["fp32", *(f for u in problem.units for f in u.options)])
         names |= dict.fromkeys(f for t in problem.tensors for f in t.storages)
-        names |= dict.fromkeys(other_operand(f) for f in tuple(names))
-        names |= dict.fromkeys(result_format(f) for f in tuple(names))
+        for goes_with in (other_operand, result_format):
+            names |= dict.fromkeys(of_format(goes_with, f) for f in tuple(names))
         self.formats = tuple(names)
         self.number = {f: k for k, f in enumerate(self.formats)}
         self.domains: list[tuple[int, ...]] = []

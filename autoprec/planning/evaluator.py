@@ -18,6 +18,7 @@ from autoprec.planning.values import (
     Violation,
     bytes_of,
 )
+from autoprec.plans import RECOMPUTED
 
 __all__ = ["SECONDARY", "TERTIARY", "Step", "evaluate", "holders", "judged", "objective_of"]
 
@@ -151,9 +152,12 @@ class Step:
         ReLUs that made it."""
         p = self.problem
         moment, unit = t.stored_by
-        self.seconds += p.cast_seconds(self.copy(unit), storage, t.numel)
-        self.hold(t.id, moment, p.backward(moment), t.stored_bytes(storage))
-        self.saved += t.stored_bytes(storage)
+        if storage == RECOMPUTED:
+            self.remake(t)
+        else:
+            self.seconds += p.cast_seconds(self.copy(unit), storage, t.numel)
+            self.hold(t.id, moment, p.backward(moment), t.stored_bytes(storage))
+            self.saved += t.stored_bytes(storage)
         for saver in t.others:
             f, then = self.copy(saver.unit), p.backward(saver.moment)
             if f != storage:
@@ -163,16 +167,31 @@ class Step:
             self.hold(f"mask of {t.id}", moment, p.backward(moment), t.mask_bytes)
             self.saved += t.mask_bytes
 
-    def storage_read(self, gemm: Gemm) -> str | None:
-        """The storage from which a GEMM's backward reads its input; None if that is as it was."""
+    def remake(self, t: PlanTensor) -> None:
+        """A tensor made again, once, for all that would have kept it."""
+        p, made = self.problem, self.result(t.born)
+        assert t.remaking is not None
+        self.seconds += dict(t.remaking.seconds)[made]
+        first, last = p.made_again(t)
+        self.hold(f"{t.id} made again", first, last, t.numel * bytes_of(made))
+
+    def storage_of(self, gemm: Gemm) -> str | None:
+        """How the input of a GEMM is kept for its backward pass; None if that is as it was."""
         return self.stored.get(gemm.x) if gemm.number in self.problem.tensors[gemm.x].gemms else None
+
+    def format_kept(self, gemm: Gemm) -> str:
+        """The format in which a GEMM's backward pass is given its input."""
+        storage = self.storage_of(gemm)
+        if storage == RECOMPUTED:
+            return self.result(self.problem.tensors[gemm.x].born)
+        return storage or self.copy(gemm.output)
 
     def backward(self, gemm: Gemm) -> None:
         """Casts of one GEMM's backward pass, and what they hold for its moment: one gradient is made after the other,
         and each casts for itself."""
         p, moment = self.problem, self.problem.backward(gemm.moment)
         made, h, g = (self.result(u) for u in (gemm.output, gemm.grad_input, gemm.grad_weight))
-        x, out, read = gemm.x_numel, gemm.out_numel, self.storage_read(gemm) or self.copy(gemm.output)
+        x, out, read = gemm.x_numel, gemm.out_numel, self.format_kept(gemm)
         beside = held_as(other_operand(self.format(gemm.grad_weight)))
         # A product in FP8 makes its copies of gradients and weights itself: they are in its own seconds.
         of_input = [(made, h, out, h), (h, made, x, h)] if gemm.has_grad_input else []
@@ -186,6 +205,8 @@ class Step:
             self.seconds += sum(p.cast_seconds(source, target, numel) for source, target, numel, _ in needed)
             own = self.problem.units[unit].workspace[self.options[unit]]
             held.append(own + sum(numel * bytes_of(f) for _, _, numel, f in needed))
+        if self.storage_of(gemm) == RECOMPUTED:  # what it is made of is gone when the products begin
+            held.append(p.remade_from(gemm) * bytes_of(self.format_kept(gemm)))
         self.hold(f"workspace of {gemm.op}", moment, moment, max(held))
 
     def loss_variance(self) -> float:
@@ -235,7 +256,7 @@ class Step:
         made, g = self.result(gemm.output), self.format(gemm.grad_weight)
         total = gemm.upstream * variance[gemm.variance]
         total += sum(energy for f, energy in gemm.gradient_noise if f in (made, g, result_format(g)))
-        storage = self.storage_read(gemm)
+        storage = self.storage_of(gemm)
         if storage is not None:
             return total + sum(energy for f, energy in gemm.stored_noise if f == storage)
         read = {self.copy(gemm.output), made, other_operand(g), self.result(self.problem.tensors[gemm.x].born)}

@@ -37,6 +37,7 @@ from autoprec.planning.values import (
     owner,
     result_of,
 )
+from autoprec.plans import RECOMPUTED
 
 __all__ = ["OBJECTIVE_SCALE", "Program"]
 
@@ -60,6 +61,7 @@ class Program(Rows):
         self.problem = problem
         self._live: dict[_DemandKey, dict[str, Linear]] = {}
         self.workspace: dict[int, list[_Held]] = {}
+        self.remade: dict[int, dict[str, Linear]] = {}
         self.of_gemm: dict[int, tuple[list[_Held], list[_Held]]] = {}
         primary, secondary = OBJECTIVE_SCALE, OBJECTIVE_SCALE * SECONDARY
         time, space = (primary, secondary) if problem.objective == "time" else (secondary, primary)
@@ -233,6 +235,14 @@ class Program(Rows):
         """Bytes of a narrow copy, seconds of making it, and of reading it by all but GEMMs."""
         p = self.problem
         self.cost[binary] += self._byte * (t.stored_bytes(storage) + len(t.masks) * t.mask_bytes)
+        if t.remaking is not None and storage == RECOMPUTED:
+            seconds, (first, last) = dict(t.remaking.seconds), p.made_again(t)
+            made = self._one_of(binary, result_of(t.born), {f: seconds[f] for f in self.formats(result_of(t.born))})
+            held = [(expression, t.numel * bytes_of(f)) for f, expression in made.items()]
+            for moment in range(first, last + 1):
+                self.workspace.setdefault(moment, []).extend(held)
+            self.remade[self.problem.tensor_index[t.id]] = made
+            return
         maker = copy_of(t.stored_by[1])
         self._one_of(binary, maker, {f: p.cast_seconds(f, storage, t.numel) for f in self.formats(maker)})
         for saver in t.others:
@@ -262,8 +272,14 @@ class Program(Rows):
         beside = copy_of(other_operand_of(gemm.grad_weight))
         self._casts_to(copy_of(gemm.output), [beside], gemm.x_numel, back=False, held=of_weight, spared=spared)
         if spared is not None:
-            for storage in p.tensors[gemm.x].storages:
-                of_weight += self._read(self.s[gemm.x, storage], storage, beside, gemm.x_numel)
+            x = p.tensors[gemm.x]
+            for storage in x.storages:
+                binary = self.s[gemm.x, storage]
+                if storage == RECOMPUTED:
+                    other = Linear(1.0).add(binary, -1.0)
+                    self._casts_to(result_of(x.born), [beside], gemm.x_numel, back=False, held=of_weight, spared=other)
+                else:
+                    of_weight += self._read(binary, storage, beside, gemm.x_numel)
 
     def _result_casts(self, gemm: Gemm, held: list[_Held]) -> None:
         """The input's gradient, made in the grad_input format, goes back in the format in which the input was read."""
@@ -387,8 +403,16 @@ class Program(Rows):
         made, one after the other."""
         units = self.problem.units
         pairs = list(zip((gemm.grad_input, gemm.grad_weight), self.of_gemm[gemm.number], strict=True))
+        remade = [(expression, self.problem.remade_from(gemm) * bytes_of(f))
+                  for f, expression in self.remade.get(gemm.x, {}).items()]  # fmt: skip
         most = float(max(max(units[u].workspace) + sum(size for _, size in held) for u, held in pairs))
+        most = max(most, *(float(size) for _, size in remade), 0.0)
         larger = self.variable(0.0)
+        if most and remade:
+            own = Linear()
+            for expression, size in remade:
+                own.add(expression, size / most)
+            self.at_least(larger, own)
         for u, held in pairs:
             own = Linear()
             for k, size in zip(self.y[u], units[u].workspace, strict=True):

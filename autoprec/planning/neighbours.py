@@ -137,7 +137,8 @@ def _readers(problem: Problem) -> tuple[list[set[_Key]], list[set[_Key]]]:
     for k, gemm in enumerate(problem.gemms):
         for unit in (gemm.output, gemm.grad_input, gemm.grad_weight):
             reads(unit, ("gemm", k), ("noise", k))
-        reads(problem.tensors[gemm.x].born, ("noise", k))
+        again = [("gemm", k)] if problem.tensors[gemm.x].remaking is not None else []
+        reads(problem.tensors[gemm.x].born, ("noise", k), *again)
         by_tensor[gemm.x] |= {("gemm", k), ("noise", k)}
     for n, node in enumerate(problem.nodes):
         for unit in node.units:

@@ -34,6 +34,7 @@ from autoprec.planning.products import Products
 from autoprec.planning.roots import Roots, resolve_roots
 from autoprec.planning.stores import Keeping, Stores
 from autoprec.planning.values import PlanTensor, Problem, Unit, Use, bytes_of
+from autoprec.plans import RECOMPUTED
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
 
@@ -124,7 +125,7 @@ class _Builder:
         passing = {node.moment: node.inputs for node in backward}
         self.nodes = (*backward, *kink_nodes(flow, self.activations, forward, passing), *forward)
         self.variances = 2 * flow.gradients
-        self.stores = Stores(flow, self.weighted, passing)
+        self.stores = Stores(flow, self.weighted, passing, device if policy.storage.recompute else None)
 
     def build(self, budget_bytes: int | None) -> Problem:
         graph, policy = self.graph, self.policy
@@ -158,12 +159,12 @@ class _Builder:
             for op, owner in in_place_pairs(graph, self.roots)
             if owner is not None and (op.id, Role.OUTPUT) in self.unit_of and (owner, Role.OUTPUT) in self.unit_of
         } | self.kernels
-        self._check_casts({f for t in tensors for f in t.storages})
+        self._check_casts({f for t in tensors for f in t.storages} - {RECOMPUTED})
         return Problem(
             ops=tuple(op.id for op in graph.ops),
             units=self.units,
             tensors=tensors,
-            gemms=self.products.gemms(index),
+            gemms=self.products.gemms(index, tensors),
             nodes=self.nodes,
             rows=self.products.rows(float(policy.noise.gradient), self.activations),
             variances=self.variances,
@@ -392,6 +393,7 @@ class _Builder:
             gemms=kept.gemms,
             others=kept.others,
             masks=kept.masks,
+            remaking=kept.remaking,
             gradient_readers=readers_back,
             slices=slices,
             casts_back=requires_grad and not any(weights),

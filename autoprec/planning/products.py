@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from autoprec.graphs import Op, Role
 from autoprec.planning.activations import Activations
 from autoprec.planning.flow import Flow
-from autoprec.planning.values import Gemm, Unit, WeightRow
+from autoprec.planning.values import Gemm, PlanTensor, Remaking, Unit, WeightRow
+from autoprec.plans import RECOMPUTED
 
 __all__ = ["Products"]
 
@@ -21,13 +22,18 @@ class Products:
         self._units, self._products = units, products
         self._moment = {op.id: i for i, op in enumerate(flow.graph.ops)}
 
-    def gemms(self, index: Mapping[str, int]) -> tuple[Gemm, ...]:
+    def gemms(self, index: Mapping[str, int], tensors: Sequence[PlanTensor]) -> tuple[Gemm, ...]:
         """`index`: places of root tensors in the problem."""
-        return tuple(self._gemm(op, k, index[self._roots.root_of[op.inputs[0]]]) for k, op in enumerate(self._products))
+        places = (index[self._roots.root_of[op.inputs[0]]] for op in self._products)
+        pairs = zip(self._products, places, strict=True)
+        return tuple(self._gemm(op, k, x, tensors[x].remaking) for k, (op, x) in enumerate(pairs))
 
-    def _gemm(self, op: Op, number: int, x: int) -> Gemm:
+    def _gemm(self, op: Op, number: int, x: int, remaking: Remaking | None) -> Gemm:
         unit = {role: self._unit_of[op.id, role] for role in op.roles}
         x_noise, stored, arriving, upstream = self._prices.gemm_noise(op)
+        rows = self._prices.input_weight_grad(op)
+        if remaking is not None and stored and rows is not None:  # what is made again is rounded to be read, too
+            stored[RECOMPUTED] = remaking.noise * rows.energy / self._prices.steps + x_noise.get("bf16", 0.0)
         specs = self._graph.tensor_by_id
         needed = self._units[unit[Role.GRAD_INPUT]].needed
         read = op.inputs[:1] if op.weights else tuple(t for t in op.inputs if specs[t].is_float32)

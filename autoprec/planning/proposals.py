@@ -14,8 +14,8 @@ from autoprec.planning.reasons import Reason, Reasons, violation_text
 from autoprec.planning.regions import fp16_regions
 from autoprec.planning.roots import resolve_roots
 from autoprec.planning.uniform import uniform_choice
-from autoprec.planning.values import Choice, Evaluation, Solution
-from autoprec.plans import AS_IS, Assignment, Contestant, Dropped, Plan, Region, Storage, Totals
+from autoprec.planning.values import Choice, Evaluation, PlanTensor, Solution
+from autoprec.plans import AS_IS, RECOMPUTED, Assignment, Contestant, Dropped, Plan, Region, Storage, Totals
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
 
@@ -127,6 +127,7 @@ class Proposals:
                     tensor=problem.tensors[t].id,
                     format=kept.get(t, AS_IS),
                     reason=why.text,
+                    made_from=_made_from(problem.tensors[t]) if kept.get(t) == RECOMPUTED else (),
                     alternatives=why.alternatives if reasons else None,
                     dropped=_all_dropped(why, problem.tensors[t].storages, policy.storage.formats, _UNREADABLE),
                 )
@@ -159,6 +160,10 @@ class Proposals:
 
 #: Why a storage of the policy's is none of a tensor that has others.
 _UNREADABLE = "an op that keeps the tensor cannot read it back from there, or what that costs in noise cannot be judged"
+
+
+def _made_from(t: PlanTensor) -> tuple[str, ...]:
+    return () if t.remaking is None else t.remaking.made_from
 
 
 def _all_dropped(why: Reason, options: Sequence[str], wanted: Sequence[str], otherwise: str) -> tuple[Dropped, ...]:

@@ -41,7 +41,13 @@ def modelled_device(sheet: Datasheet, graph: OpGraph) -> Device:
     for op in graph.ops:
         if op.timing_key and op.timing_key not in timings:
             timings[op.timing_key] = tuple(
-                OpTiming(timing_key=op.timing_key, role=role, format=name, seconds=seconds)
+                OpTiming(
+                    timing_key=op.timing_key,
+                    role=role,
+                    format=name,
+                    seconds=seconds,
+                    forward_seconds=model.forward(op, name),
+                )  # fmt: skip
                 for name in _formats(op)
                 for role, seconds in model.roles(op, name)
             )
@@ -134,6 +140,10 @@ class _Model:
             yield from self._product_of_activations(op, name)
         else:
             yield from self._product_with_parameter(op, name)
+
+    def forward(self, op: Op, name: str) -> float | None:
+        """Seconds of one forward pass, of an op with one role."""
+        return None if op.op_class is OpClass.GEMM else self._forward_and_backward(op, name)[0] / _runs(op)
 
     def _product_with_parameter(self, op: Op, name: str) -> Iterator[tuple[Role, float]]:
         x, y = self._spec(op.inputs[0]).numel, self._spec(op.outputs[0]).numel

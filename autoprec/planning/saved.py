@@ -20,7 +20,7 @@ from autoprec.formats import Format
 from autoprec.planning.noise import current_scale_log2
 from autoprec.profiles import RangeHistogram, bin_lower_edges
 
-__all__ = ["PRODUCTS", "relative_variance"]
+__all__ = ["PRODUCTS", "relative_change", "relative_variance"]
 
 _Array = npt.NDArray[np.float64]
 _Derivative = Callable[[_Array], _Array]
@@ -100,6 +100,24 @@ _OF_INPUT |= {f"{p}_pool{n}d": _nothing for p in ("max", "avg", "adaptive_avg") 
 _POSITIVE = frozenset({"exp", "exp2", "sigmoid", "softmax", "log", "log1p"})
 
 
+#: Values where an op is a function of one number.
+_VALUE: dict[str, _Derivative] = {
+    "gelu": lambda s: 0.5 * s * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (s + 0.044715 * s**3))),
+    "silu": lambda s: s * _sigmoid(s),
+    "mish": lambda s: s * np.tanh(np.logaddexp(0.0, s)),
+    "relu": lambda s: np.maximum(s, 0.0),
+}
+
+
+def relative_change(kind: str, values: RangeHistogram, fmt: Format, scale_log2: int) -> float:
+    """Relative variance of an op's result where it is given these values rounded to `fmt`; inf for unknown kinds."""
+    if kind not in _VALUE:
+        return math.inf
+    weight, points = _points(values)
+    error, energy = _compared(_VALUE[kind], weight, points, fmt, scale_log2, (1.0, -1.0))
+    return error / energy if energy > 0.0 else 0.0
+
+
 def relative_variance(kind: str, is_result: bool, values: RangeHistogram, fmt: Format) -> float | None:
     """Relative variance of the gradient through an op that keeps a tensor with these values in `fmt`, under current
     scaling; None where the table does not know the op, or the tensor does not fit into the format.
@@ -108,19 +126,33 @@ def relative_variance(kind: str, is_result: bool, values: RangeHistogram, fmt: F
     if derivative is None or (not fmt.scaled and values.amax > fmt.max_value):
         return None
     scale_log2 = current_scale_log2(fmt, values.amax)
+    weight, points = _points(values)
+    signs = (1.0,) if kind in _POSITIVE else (1.0, -1.0)
+    error, energy = _compared(derivative, weight, points, fmt, scale_log2, signs)
+    return (_NORM_FRAC if kind in _NORMS else 1.0) * error / energy if energy > 0.0 else 0.0
+
+
+def _points(values: RangeHistogram) -> tuple[_Array, _Array]:
+    """(weight of each occupied bin, points in it)."""
     lower, upper = bin_lower_edges(values.bins), bin_lower_edges(values.bins + 1)
     weight = values.moments[:, 0]
     inside = np.isfinite(upper) & (weight > 0.0) & (values.moments[:, 1] > 0.0)
     at = (np.arange(_POINTS) + 0.5) / _POINTS
-    points = lower[inside, None] + (upper - lower)[inside, None] * at
+    return weight[inside], lower[inside, None] + (upper - lower)[inside, None] * at
+
+
+def _compared(
+    function: _Derivative, weight: _Array, points: _Array, fmt: Format, scale_log2: int, signs: tuple[float, ...]
+) -> tuple[float, float]:
+    """Σ (f(Q(s)) − f(s))² and Σ f(s)², over the points with each of the signs."""
     error = energy = 0.0
-    for sign in (1.0,) if kind in _POSITIVE else (1.0, -1.0):
+    for sign in signs:
         with np.errstate(all="ignore"):
-            exact, rounded = derivative(sign * points), derivative(sign * _rounded(points, fmt, scale_log2))
+            exact, rounded = function(sign * points), function(sign * _rounded(points, fmt, scale_log2))
         exact, rounded = (np.nan_to_num(d, nan=0.0, posinf=1e150, neginf=-1e150) for d in (exact, rounded))
-        error += float((weight[inside] * ((rounded - exact) ** 2).mean(1)).sum())
-        energy += float((weight[inside] * (exact**2).mean(1)).sum())
-    return (_NORM_FRAC if kind in _NORMS else 1.0) * error / energy if energy > 0.0 else 0.0
+        error += float((weight * ((rounded - exact) ** 2).mean(1)).sum())
+        energy += float((weight * (exact**2).mean(1)).sum())
+    return error, energy
 
 
 def _rounded(x: _Array, fmt: Format, scale_log2: int) -> _Array:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autoprec.devices import Device
 from autoprec.graphs import ATTENTION, Op, Role
 from autoprec.planning.flow import Flow
 from autoprec.planning.noise import relative_error
+from autoprec.planning.remaking import Remakings
 from autoprec.planning.saved import PRODUCTS
-from autoprec.planning.values import Saver
+from autoprec.planning.values import Remaking, Saver
+from autoprec.plans import RECOMPUTED
 
 __all__ = ["Keeping", "Stores"]
 
@@ -22,13 +25,21 @@ class Keeping:
     gemms: tuple[int, ...] = ()
     others: tuple[Saver, ...] = ()
     masks: tuple[int, ...] = ()
+    remaking: Remaking | None = None
 
 
 class Stores:
     """The ways to keep each root tensor."""
 
-    def __init__(self, flow: Flow, gemm_of: dict[str, int], passing: dict[int, tuple[tuple[int, float], ...]]) -> None:
-        """`passing`: forward moment → `GradientNode.inputs`."""
+    def __init__(
+        self,
+        flow: Flow,
+        gemm_of: dict[str, int],
+        passing: dict[int, tuple[tuple[int, float], ...]],
+        device: Device | None,
+    ) -> None:
+        """`passing`: forward moment → `GradientNode.inputs`. `device`: for seconds of making tensors again; None if
+        that is not wanted."""
         self._flow, self._graph, self._roots, self._prices = flow, flow.graph, flow.roots, flow.prices
         self._unit_of, self._numbers = flow.unit_of, flow.numbers
         self._gemm_of, self._passing = gemm_of, passing
@@ -45,6 +56,7 @@ class Stores:
             if op.kind != "relu" and self._changes(op):
                 changed |= {roots.root_of[t] for t in op.outputs}
         self._changed = changed
+        self._remakings = None if device is None else Remakings(flow, device, changed)
 
     def of(self, root: str) -> Keeping:
         """Nothing where the tensor is kept as it is."""
@@ -71,6 +83,9 @@ class Stores:
             else:
                 return nothing
         storages = tuple(f.name for f in self._prices.storages if all(f.name in dict(s.noise) for s in others))
+        remaking = self._remakings.of(root) if self._remakings is not None and not others else None
+        if remaking is not None:
+            storages = (*storages, RECOMPUTED)
         if not storages or not makers or (others and root in self._changed):
             return nothing
         return Keeping(
@@ -79,6 +94,7 @@ class Stores:
             gemms=tuple(gemms),
             others=tuple(others),
             masks=tuple(masks),
+            remaking=remaking,
         )
 
     def _others(self, op: Op, root: str, moment: int, unit: int | None) -> list[Saver]:

@@ -18,7 +18,8 @@ from autoprec.planning.decisions import Decisions
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
 from autoprec.planning.propagation import Propagation
 from autoprec.planning.tables import Copies, Entries, Group, Held, Noise, Pattern, Span
-from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit, Use, bytes_of
+from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit, Use, bytes_of, of_format
+from autoprec.plans import RECOMPUTED
 
 __all__ = ["LARGEST_TABLE", "Tabulated"]
 
@@ -54,9 +55,12 @@ class Tabulated:
         self._formats = len(decisions.formats)
         self._sizes = [bytes_of(f) for f in decisions.formats]
         number = decisions.number
-        self._result = np.array([number[result_format(f)] for f in decisions.formats], np.int64)
-        self._beside = np.array([number[other_operand(f)] for f in decisions.formats], np.int64)
-        self._copy = np.array([number[held_as(f)] for f in decisions.formats], np.int64)
+        self._result, self._beside, self._copy = (
+            np.array([number[of_format(goes_with, f)] for f in decisions.formats], np.int64)
+            for goes_with in (result_format, other_operand, held_as)
+        )
+        #: The number of what is no format (another than any where nothing is recomputed).
+        self._again = number.get(RECOMPUTED, -2)
         self._cast_table()
         self.constant = self._second * problem.constant_seconds
         change = np.zeros(2 * len(problem.ops) + 1, np.int64)
@@ -190,7 +194,7 @@ class Tabulated:
 
     def _complain(self) -> None:
         """Raise the error of the first cast without a timing."""
-        held = dict.fromkeys(map(held_as, self.decisions.formats))
+        held = dict.fromkeys(held_as(f) for f in self.decisions.formats if f != RECOMPUTED)
         for a in held:
             for b in held:
                 self.problem.cast_seconds(a, b, 0)
@@ -207,7 +211,10 @@ class Tabulated:
         moment, unit = t.stored_by
         masks = [*t.masks, *map(p.backward, t.masks)]
         figures = [t.numel, moment, p.backward(moment), t.mask_bytes, *masks]
-        self._record("store", [storage, of(unit)], (len(t.masks),), figures)
+        if t.remaking is not None:
+            figures += [*p.made_again(t), *self._vector(t.remaking.seconds)]
+        born = -1 if t.remaking is None else of(t.born)
+        self._record("store", [storage, of(unit), born], (len(t.masks), t.remaking is not None), figures)
         for k, saver in enumerate(t.others):
             noise = self._vector((f, saver.noise_in(f)) for f in dict.fromkeys(f for f, _ in saver.noise))
             self._record("other", [storage, of(saver.unit)], (),
@@ -322,17 +329,24 @@ class Tabulated:
         )  # fmt: skip
 
     def _stores(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
-        (storage, maker), masks = pattern.reads
+        (storage, maker, maker_of_it), masks, remakable = pattern.reads
         kept, made = entries.format(storage), self._copy[entries.format(maker)]
         there = kept >= 0
         numel, mask = figures[0], figures[3]
         first, last, *moments = (figures[k].astype(np.int64) for k in (1, 2, *range(4, 4 + 2 * masks)))
-        width = np.array(self._sizes, np.float64)[kept] * there
+        widths = np.array(self._sizes, np.float64)
+        width = widths[kept] * there
         size = numel[:, None] * width + np.where(width == 1.0, 4.0, 0.0)
         masked = mask[:, None] * there
-        seconds = np.where(there, self._cast(made, np.where(there, kept, made), numel), 0.0)
+        narrow = there & (kept != self._again)
+        seconds = np.where(narrow, self._cast(made, np.where(narrow, kept, made), numel), 0.0)
         held = [Held(size, first, last)]
         held += [Held(masked, moments[k], moments[masks + k]) for k in range(masks)]
+        if remakable:
+            again, born = kept == self._again, self._result[entries.format(maker_of_it)]
+            begin, end = figures[4 + 2 * masks : 6 + 2 * masks].astype(np.int64)
+            seconds = seconds + np.where(again, figures[6 + 2 * masks :][born].T, 0.0)
+            held.append(Held(numel[:, None] * widths[born] * again, begin, end))
         return self._group(scopes, entries, seconds, size + masks * masked, held=tuple(held))
 
     def _others(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
@@ -358,9 +372,11 @@ class Tabulated:
             sizes = dict(zip(unit.options, unit.workspace, strict=True))
             workspace += self._vector((f, float(sizes.get(f, 0))) for f in unit.options)
         present = (storage is not None, gemm.has_grad_input, gemm.has_grad_weight, gemm.operands_numel > 0)
-        figures = [gemm.x_numel, gemm.out_numel, gemm.operands_numel, p.backward(gemm.moment), *workspace]
-        self._record("gemm", [made, h, g, stored], present, figures)
+        figures = [gemm.x_numel, gemm.out_numel, gemm.operands_numel, p.backward(gemm.moment), *workspace,
+                   p.remade_from(gemm)]  # fmt: skip
         born = of(p.tensors[gemm.x].born)
+        again = born if storage is not None and p.tensors[gemm.x].remaking is not None else -1
+        self._record("gemm", [made, h, g, stored, again], present, figures)
         for r in rows:
             limit = p.rows[r].limit
             self._record("noise", [made, g, born, stored], (storage is not None,),
@@ -369,7 +385,9 @@ class Tabulated:
 
     def _gemms(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
         places, stored, has_input, has_weight, reads_again = pattern.reads
-        own, h, g, kept = (entries.format(place) for place in places)
+        own, h, g, kept, born = (entries.format(place) for place in places)
+        again = kept == self._again
+        kept = np.where(again, self._result[born], kept)
         made, beside = self._result[own], self._copy[self._beside[g]]
         there = kept >= 0 if stored else np.zeros(entries.count, np.bool_)
         x, out, operands, moment = *figures[:3], figures[3].astype(np.int64)
@@ -392,8 +410,9 @@ class Tabulated:
                 seconds += np.where(on, self._cast(source, target, numel), 0.0)
                 size = size + numel[:, None] * width[size_of] * on
             held.append(size)
-        # One gradient is made after the other.
-        return self._group(scopes, entries, seconds, held=(Held(np.maximum(*held), moment, moment),))
+        held.append(figures[-1][:, None] * width[kept] * again)
+        # One gradient is made after the other, and what the input is made of is gone by then.
+        return self._group(scopes, entries, seconds, held=(Held(np.maximum.reduce(held), moment, moment),))
 
     def _noises(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
         places, stored = pattern.reads

@@ -6,7 +6,7 @@ Moments. A graph of n ops has 2n moments: op i runs forward at moment i and back
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Literal
@@ -15,7 +15,7 @@ from autoprec.devices import CastTiming
 from autoprec.errors import DeviceError
 from autoprec.formats import format_named, held_as, other_operand, result_format
 from autoprec.graphs import Role
-from autoprec.plans import Violation
+from autoprec.plans import RECOMPUTED, Violation
 
 __all__ = [
     "Choice",
@@ -24,6 +24,7 @@ __all__ = [
     "GradientNode",
     "PlanTensor",
     "Problem",
+    "Remaking",
     "Saver",
     "Solution",
     "Unit",
@@ -33,6 +34,7 @@ __all__ = [
     "bytes_of",
     "copy_of",
     "other_operand_of",
+    "of_format",
     "owner",
     "result_of",
 ]
@@ -40,8 +42,13 @@ __all__ = [
 
 @cache
 def bytes_of(format_name: str) -> int:
-    """Bytes per element of a format."""
-    return format_named(format_name).bytes
+    """Bytes per element of a format; none of a storage that is none."""
+    return 0 if format_name == RECOMPUTED else format_named(format_name).bytes
+
+
+def of_format(found: Callable[[str], str], name: str) -> str:
+    """What goes with a format; with recomputation goes nothing else."""
+    return name if name == RECOMPUTED else found(name)
 
 
 #: Beside units, by number, programs speak of what goes with them: 2^30, 2^31 and 2^32 apart.
@@ -139,6 +146,23 @@ class Saver:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Remaking:
+    """How a tensor is made again in the backward pass, for those who would keep it.
+
+    Attributes:
+        made_from: ids of the root tensors that it is made of, which others keep.
+        numel: elements of those that are read.
+        seconds: by the format in which it is born.
+        noise: the relative variance of the result, at most.
+    """
+
+    made_from: tuple[str, ...]
+    numel: int
+    seconds: tuple[tuple[str, float], ...]
+    noise: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanTensor:
     """One root tensor: what has a born format, readers, copies and rounding events.
 
@@ -153,11 +177,13 @@ class PlanTensor:
         inherits: its values are those of another tensor (a copying view), so its birth rounds nothing anew.
         readers, savers: who reads it in the forward pass, and who keeps it for the backward pass; a checkpoint keeps
             what it reads from outside.
-        storages: narrow formats that it may be kept in; none if it is kept as it is. The next four speak of those.
+        storages: narrow formats that it may be kept in, `RECOMPUTED` among them; none if it is kept as it is. The next
+            five speak of those.
         stored_by: who makes the narrow copy: moment and unit of the first op that keeps it.
         gemms: the GEMMs that keep it.
         others: the other ops that keep it.
         masks: moments of those that keep one bit per element instead (ReLU).
+        remaking: how it is made again, where that may be; only GEMMs keep it then.
         gradient_readers: readers that send a gradient, in forward order; none if its gradient costs no bytes.
         slices: moments of the views that show a part of it, and send a gradient of the whole.
         casts_back: whether each cast of it casts a gradient in the backward pass.
@@ -182,6 +208,7 @@ class PlanTensor:
     gemms: tuple[int, ...] = ()
     others: tuple[Saver, ...] = ()
     masks: tuple[int, ...] = ()
+    remaking: Remaking | None = None
     gradient_readers: tuple[Use, ...] = ()
     slices: tuple[int, ...] = ()
     casts_back: bool = False
@@ -336,6 +363,19 @@ class Problem:
     def backward(self, moment: int) -> int:
         """The moment at which the op of a forward moment runs backward."""
         return 2 * len(self.ops) - 1 - moment
+
+    def made_again(self, t: PlanTensor) -> tuple[int, int]:
+        """The backward moments between which a tensor that is made again is held: of the last and of the first product
+        that would keep it."""
+        moments = [self.backward(self.gemms[k].moment) for k in t.gemms]
+        return min(moments), max(moments)
+
+    def remade_from(self, gemm: Gemm) -> int:
+        """Elements that a GEMM's input is made again from for its backward pass: those of the first one make it."""
+        t = self.tensors[gemm.x]
+        if t.remaking is None or gemm.moment != max(self.gemms[k].moment for k in t.gemms):
+            return 0
+        return t.remaking.numel
 
     def moment_name(self, moment: int) -> str:
         """A moment for people: "forward of blocks.0:linear#0"."""

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from autoprec.errors import PlanError
@@ -35,10 +36,12 @@ from autoprec.numerics.lean import lean, relu_keeping_bits
 from autoprec.numerics.norms import norm
 from autoprec.numerics.packing import encode
 from autoprec.numerics.products import GemmSpec
+from autoprec.numerics.remaking import made_again, open_recipe
 from autoprec.numerics.specs import NORM_SIGNATURE, fit_scalars, gemm_spec, norm_call
-from autoprec.plans import AS_IS, Plan
+from autoprec.plans import AS_IS, RECOMPUTED, Plan
 from autoprec.rewriting.calls import Method, With, operands
 from autoprec.rewriting.memory import bases, changed_in_place, no_larger
+from autoprec.rewriting.recipes import Shown, Written, recipe_of
 from autoprec.tracing.bindings import Binding, OpNode
 from autoprec.tracing.checkpoints import CheckpointPath, fold
 from autoprec.tracing.gemms import GemmCall
@@ -82,6 +85,9 @@ class _Rewriter:
         self.transform_entry: fx.Node | None = None
         self.region = {op: r.scale_log2 for r in plan.regions for op in r.ops}
         self.region_of_value: dict[fx.Node, int] = {}
+        self.written: dict[str, Written] = {}
+        self.shown: dict[fx.Node, Shown] = {}
+        self.node_of: dict[str, fx.Node] = {}
         self.saturating = set(plan.saturating)
         self.base_of = bases(binding)
         self.touched = changed_in_place(binding)
@@ -165,6 +171,7 @@ class _Rewriter:
         self.born[node] = fmt
         self.root[node] = node if base is None else self.root.get(base, base)
         self.origin[new] = node
+        self._shows(new, node, fmt)
 
     def as_born(self, node: fx.Node) -> fx.Node:
         return self.value[node]
@@ -185,7 +192,13 @@ class _Rewriter:
             with self.outside(path, self.value[node]):
                 found = self._view_of_cast(node, fmt, key, region) or self._cast(node, fmt, region)
             self.casts[node][(key, path)] = found
+            self._shows(found, node, fmt)
         return found
+
+    def _shows(self, new: fx.Node, node: fx.Node, fmt: str) -> None:
+        if node in self.binding.tensor_id:
+            self.shown.setdefault(new, Shown(self.binding.tensor_id[node], fmt))
+            self.node_of.setdefault(self.binding.tensor_id[node], node)
 
     def _cast_path(self, node: fx.Node) -> CheckpointPath:
         """Where a cast for a reader at the current node goes. What changes in place is cast at the reader."""
@@ -243,7 +256,12 @@ class _Rewriter:
         """Write the op as the plan says, and open the cell of what it makes if that is kept narrow."""
         self.main = None
         self.write_op(op)
-        made = op.outputs[0] if len(op.outputs) == 1 and self._stored(op.outputs[0]) == op.outputs[0] else None
+        own = op.outputs[0] if len(op.outputs) == 1 else ""
+        if op.kind == "relu" and op.inplace is None:
+            self.written[own] = Written("relu", torch.relu, (self.value[op.node].all_input_nodes[0],), {})
+        elif self.main is not None:
+            self.written[own] = Written(op.kind, self.main.target, self.main.args, self.main.kwargs)
+        made = own if own and self._stored(own) == own and own not in self.plan.made_from_of else None
         if self.main is not None:
             self.keep_narrow(op, self.main, made)
         elif made is not None:
@@ -375,7 +393,9 @@ class _Rewriter:
         bias, offs = (None if n is None else self.as_written(n) for n in (gemm.bias, gemm.offs))
         storage = None if narrow is None else self.plan.storage_of[narrow]
         kept = None
-        if narrow is not None and storage is not None:
+        if narrow is not None and storage == RECOMPUTED:
+            kept = self.call(made_again, (self.cell_of(narrow, x), x_new))
+        elif narrow is not None and storage is not None:
             cell = self.cell_of(narrow, x)
             kept = self._shared(x, f"kept {storage}", With(keep_in, storage), (cell, x_new))
         operand = None
@@ -410,8 +430,31 @@ class _Rewriter:
         """The cell of a tensor that is kept narrow; `node` is it or a view of it."""
         key = (stored, self.path)
         if key not in self.cells:
-            self.cells[key] = self._open(stored, self.as_born(node))
+            again = stored in self.plan.made_from_of
+            self.cells[key] = self._open_recipe(stored) if again else self._open(stored, self.as_born(node))
         return self.cells[key]
+
+    def _open_recipe(self, stored: str) -> fx.Node:
+        """The recipe of a tensor that the plan has made again."""
+        made_from = self.plan.made_from_of[stored]
+        steps, values = recipe_of(stored, made_from, self.written, self.shown, self._root_of)
+        cells = [self._cell_behind(v) for v in values]
+        return self.call(With(open_recipe, steps), (values, cells, self.as_born(self.node_of[stored])))
+
+    def _cell_behind(self, value: fx.Node) -> fx.Node | None:
+        """The cell that keeps what a value shows; None where that is kept as it is."""
+        tensor = self.shown[value].tensor if value in self.shown else None
+        stored = None if tensor is None else self._stored(tensor)
+        if stored is None or tensor is None:
+            return None
+        if stored in self.plan.made_from_of:
+            raise PlanError(f"the plan has a tensor recomputed from {stored}, which is recomputed itself")
+        return self.cell_of(stored, self.node_of[tensor])
+
+    def _root_of(self, tensor_id: str) -> str:
+        while (base := self.base_of.get(tensor_id)) is not None:
+            tensor_id = base
+        return tensor_id
 
     def _open(self, stored: str, value: fx.Node | None) -> fx.Node:
         return self.call(With(open_cell, self.plan.storage_of[stored]), (value,))
@@ -423,7 +466,7 @@ class _Rewriter:
             own = None if made is None else self._open(made, None)
             for node, tensor_id in op.inputs:
                 stored = self._stored(tensor_id)
-                if stored is not None:
+                if stored is not None and stored not in self.plan.made_from_of:
                     found = {self.value[node], *self.casts[node].values()}.intersection(main.all_input_nodes)
                     reads += sorted(found)
                     cells += [self.cell_of(stored, node)] * len(found)

@@ -189,7 +189,7 @@ def forget_upstream_variance(monkeypatch):
 
 
 def forget_the_noise_of_storages(monkeypatch):
-    monkeypatch.setattr(evaluator.Step, "storage_read", lambda self, gemm: None)
+    monkeypatch.setattr(evaluator.Step, "storage_of", lambda self, gemm: None)
 
 
 def forget_the_noise_of_other_savers(monkeypatch):

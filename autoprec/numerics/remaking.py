@@ -1,0 +1,166 @@
+"""A tensor that is not kept for the backward pass of those who read it, but made again there from what others keep.
+
+A recipe stands where the cell of a narrow copy stands (`numerics.keeping`). What it reads is kept by the ops that it
+runs again, for their own backward pass, which comes later than that of everybody who needs the result: so nothing is
+held for its sake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from autoprec.numerics.keeping import Cell
+from autoprec.numerics.packing import Packed, decode
+
+__all__ = ["Kept", "MadeBefore", "Recipe", "Remade", "Step", "Value", "made_again", "open_recipe"]
+
+
+class Value(NamedTuple):
+    """In a step's arguments: one of the values that a recipe is opened with."""
+
+    index: int
+
+
+class MadeBefore(NamedTuple):
+    """In a step's arguments: what an earlier step made, in a dtype."""
+
+    step: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One call: no random numbers, nothing changed in place, one tensor made."""
+
+    function: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Remade:
+    """What stands for a tensor until the backward pass: what autograd keeps of it, and what makes it again of that."""
+
+    tensors: tuple[Tensor, ...]
+    again: Callable[[Sequence[Tensor]], Tensor]
+
+    def seen(self, as_: Callable[[Tensor], Tensor]) -> Remade:
+        """The same for a view of the tensor."""
+        return Remade(self.tensors, lambda kept: as_(self.again(kept)))
+
+
+#: What a product keeps instead of the tensor that it read.
+Kept = Packed | Remade
+
+
+class Recipe:
+    """Steps, the values that they read and the cells that keep those (None: kept as they are)."""
+
+    def __init__(
+        self, steps: Sequence[Step], values: Sequence[Tensor], cells: Sequence[Cell | None], like: Tensor
+    ) -> None:
+        self._values, self._cells = values, cells
+        self._numel = like.numel()
+        self._making = _Making(steps, like.new_empty(0), like.shape, like.stride())
+
+    def part(self, x: Tensor) -> Remade | None:
+        """How to make `x` again: the tensor, a cast of it, or a view of either. None where `x` lives in other memory
+        than that, and is then kept as it is."""
+        if not x.numel() or x.untyped_storage().nbytes() != self._numel * x.element_size():
+            return None
+        kept = [v if cell is None else cell.part(v) or v for v, cell in zip(self._values, self._cells, strict=True)]
+        shape, stride, offset = x.shape, x.stride(), x.storage_offset()
+        templates = [k._replace(payload=k.payload.new_empty(0)) if isinstance(k, Packed) else None for k in kept]
+        dtypes = [v.dtype for v in self._values]
+        making = self._making
+        making.uses += 1
+
+        def again(tensors: Sequence[Tensor]) -> Tensor:
+            def read() -> list[Tensor]:
+                return [t if how is None else decode(how._replace(payload=t), dtype)
+                        for t, how, dtype in zip(tensors, templates, dtypes, strict=True)]  # fmt: skip
+
+            return making.result(read).as_strided(shape, stride, offset)
+
+        return Remade(tuple(k.payload if isinstance(k, Packed) else k for k in kept), again)
+
+
+class _Making:
+    """The steps, run once for all who need the result of one backward pass. Holds no value between the passes."""
+
+    def __init__(self, steps: Sequence[Step], like: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> None:
+        self.uses = 0
+        self._steps, self._like, self._shape, self._stride = steps, like, shape, stride
+        self._made: Tensor | None = None
+        self._left = 0
+
+    def result(self, read: Callable[[], list[Tensor]]) -> Tensor:
+        """The tensor; held until so many have asked for it as keep it."""
+        if self._made is None:
+            with torch.no_grad():
+                self._made, self._left = self._in_its_layout(self._run(read())), self.uses
+        found, self._left = self._made, self._left - 1
+        if self._left == 0:
+            self._made = None
+        return found
+
+    def _in_its_layout(self, made: Tensor) -> Tensor:
+        made = made.to(self._like.dtype)
+        if made.stride() == self._stride:
+            return made
+        return self._like.new_empty_strided(self._shape, self._stride).copy_(made)
+
+    def _run(self, values: list[Tensor]) -> Tensor:
+        results: list[Tensor] = []
+
+        def read(a: Any) -> Any:
+            if isinstance(a, Value):
+                return values[a.index]
+            return results[a.step].to(a.dtype) if isinstance(a, MadeBefore) else a
+
+        for k, step in enumerate(self._steps):
+            results.append(step.function(*_each(step.args, read), **_each(dict(step.kwargs), read)))
+            for there, place in ((values, Value), (results, MadeBefore)):
+                for i in {p[0] for p in _places(step) if isinstance(p, place)} - self._read_after(k, place):
+                    there[i] = _GONE
+        return results[-1]
+
+    def _read_after(self, step: int, place: type) -> set[int]:
+        return {p[0] for s in self._steps[step + 1 :] for p in _places(s) if isinstance(p, place)}
+
+
+#: In the place of what no later step reads.
+_GONE = torch.empty(0)
+
+
+def _places(step: Step) -> list[Value | MadeBefore]:
+    """The places in a step's arguments."""
+    found: list[Value | MadeBefore] = []
+    _each((step.args, dict(step.kwargs)), found.append)
+    return found
+
+
+def _each(arguments: Any, read: Callable[[Any], Any]) -> Any:
+    """Arguments with their places filled in. (fx would look into the places, which are tuples.)"""
+    if isinstance(arguments, (Value, MadeBefore)):
+        return read(arguments)
+    if isinstance(arguments, (tuple, list)):
+        return type(arguments)(_each(a, read) for a in arguments)
+    if isinstance(arguments, dict):
+        return {k: _each(v, read) for k, v in arguments.items()}
+    return arguments
+
+
+def open_recipe(values: Sequence[Tensor], cells: Sequence[Cell | None], like: Tensor, steps: Sequence[Step]) -> Recipe:
+    """A recipe for `like`."""
+    return Recipe(steps, values, cells, like)
+
+
+def made_again(recipe: Recipe, x: Tensor) -> Remade | None:
+    """What a product keeps instead of `x`; None where no backward will come."""
+    return recipe.part(x) if torch.is_grad_enabled() else None

@@ -1,0 +1,130 @@
+"""Which tensors may be made again in the backward pass instead of being kept, of what, and what that costs.
+
+An op that keeps what it reads for its own backward pass, and gives the same for the same, may run once more for those
+who would keep its result: they are differentiated before it is. What it reads may be kept narrow; the error of that is
+then one of the result, too, and is taken to be that of the narrowest storage, whatever it is kept in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoprec.devices import Device
+from autoprec.formats import Format, is_operands_only
+from autoprec.graphs import Op, Role, TensorKind
+from autoprec.planning.flow import Flow
+from autoprec.planning.noise import current_scale_log2, relative_error
+from autoprec.planning.saved import relative_change
+from autoprec.planning.values import Remaking
+
+__all__ = ["Remakings", "is_repeatable"]
+
+_NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "batch_norm"})
+
+#: Kinds that may run again: no random numbers, nothing in place; and they keep what they read (ReLU keeps a bit of its
+#: result, so what it reads is made again first).
+_REPEATABLE = _NORMS | {"gelu", "silu", "mish", "relu"}
+
+#: Ops in a row.
+_MOST_OPS = 3
+
+
+def is_repeatable(kind: str) -> bool:
+    """Whether an op of this kind may run once more in the backward pass."""
+    return kind in _REPEATABLE
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """Ops that make a tensor, in order, the root tensors that they start from, and how many elements they read."""
+
+    ops: tuple[Op, ...]
+    sources: tuple[str, ...]
+    numel: int
+
+
+class Remakings:
+    """How each root tensor may be made again."""
+
+    def __init__(self, flow: Flow, device: Device, changed: Collection[str]) -> None:
+        """`changed`: roots that an op changes in place."""
+        self._graph, self._roots, self._prices = flow.graph, flow.roots, flow.prices
+        self._unit_of, self._device, self._changed = flow.unit_of, device, changed
+
+    def of(self, root: str) -> Remaking | None:
+        """None where the tensor cannot be made again, or what that does to gradients cannot be judged."""
+        chain = self._chain(root, _MOST_OPS)
+        if chain is None:
+            return None
+        noise = [self._noise(chain, f) for f in self._prices.storages]
+        if None in noise:
+            return None
+        return Remaking(
+            made_from=chain.sources,
+            numel=chain.numel,
+            seconds=tuple((f, self._seconds(chain, f)) for f in self._formats(chain.ops[-1])),
+            noise=max((n for n in noise if n is not None), default=0.0),
+        )
+
+    def _chain(self, root: str, most: int) -> _Chain | None:
+        graph, root_of = self._graph, self._roots.root_of
+        op = graph.op_by_id.get(graph.producer.get(root, ""))
+        if op is None or most == 0 or root in self._changed:
+            return None
+        if not is_repeatable(op.kind) or op.checkpoints or op.outputs != (root,) or op.calls != 1:
+            return None
+        kept = {root_of[t] for t in op.saves}
+        ops: tuple[Op, ...] = (op,)
+        sources: list[str] = []
+        numel = 0
+        for t in op.inputs:
+            spec = graph.tensor_by_id[t]
+            if spec.kind is not TensorKind.ACTIVATION:
+                continue
+            if not spec.is_float32 or root_of[t] in self._changed:
+                return None
+            if root_of[t] in kept and root_of[t] != root:
+                sources.append(root_of[t])
+                numel += spec.numel
+                continue
+            before = self._chain(t, most - 1) if root_of[t] == t else None
+            if before is None:
+                return None
+            ops, sources, numel = (*before.ops, *ops), [*sources, *before.sources], numel + before.numel
+        return _Chain(ops, tuple(dict.fromkeys(sources)), numel) if sources else None
+
+    def _formats(self, op: Op) -> tuple[str, ...]:
+        """Formats in which the op may have been timed."""
+        timed = (f for key, _, f in self._device.seconds_by_key if key == op.timing_key)
+        known = {f for f in timed if not is_operands_only(f)}
+        return ("fp32", *sorted(known - {"fp32"})) if (op.id, Role.OUTPUT) in self._unit_of else ("fp32",)
+
+    def _seconds(self, chain: _Chain, format_name: str) -> float:
+        """All ops once more in this format, and reading what they start from; of a device that was not asked for the
+        forward pass alone, both passes."""
+        total = 0.0
+        for op in chain.ops:
+            for f in (format_name, "fp32"):
+                key = (op.timing_key, Role.OUTPUT, f)
+                if key in self._device.seconds_by_key:
+                    total += self._device.forward_seconds_by_key.get(key, self._device.seconds_by_key[key])
+                    break
+        casts = [self._device.cast_seconds(f.name, format_name, chain.numel) for f in self._prices.storages
+                 if f.name != format_name]  # fmt: skip
+        return total + max(casts, default=0.0)
+
+    def _noise(self, chain: _Chain, fmt: Format) -> float | None:
+        """Relative variance of the result where all that it is made of is rounded to the format."""
+        total, first = 0.0, chain.ops[0]
+        for root in chain.sources:
+            values = self._prices.values(root)
+            if values is None or values.nonfinite or (not fmt.scaled and values.amax > fmt.max_value):
+                return None
+            if first.kind in _NORMS:
+                total += relative_error(values, fmt)
+            else:
+                total += relative_change(first.kind, values, fmt, current_scale_log2(fmt, values.amax))
+        return total if np.isfinite(total) else None
