@@ -343,7 +343,7 @@ def test_bits_of_a_narrow_value_are_those_of_fp32() -> None:
 
 
 def test_an_unknown_storage_is_refused() -> None:
-    with pytest.raises(autoprec.PlanError, match="fp16 is no storage; possible: as_is, bf16"):
+    with pytest.raises(autoprec.PlanError, match="fp16 is no storage; possible: as_is, recomputed, bf16"):
         Storage(tensor="0:tanh#0", format="fp16", reason="test")
 
 

@@ -30,7 +30,7 @@ FP16_WHERE_IT_FITS = Policy(
     name="fp16 where it fits",
     formats=("fp32", "fp16"),
     objective="bytes",
-    storage=StorageOptions(formats=()),
+    storage=StorageOptions(formats=(), recompute=False),
 )
 
 

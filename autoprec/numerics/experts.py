@@ -102,21 +102,26 @@ class _BatchedLinear(torch.autograd.Function):
         read, weight = saved_operand(ctx)
         grad_x = grad_w = grad_b = None
         refuse_copies(ctx)
+        if ctx.needs_input_grad[1]:
+            grad_w = unscaled(ctx, _batched_weight_gradient(spec, grad, read), weight.dtype)
+        del read  # as in a linear: it need not be there beside the input's gradient
         if ctx.needs_input_grad[0]:
             grad_x = _batched_input_gradient(spec, grad, weight).to(ctx.x_dtype)
-        if ctx.needs_input_grad[1]:
-            g = spec.operand(spec.gradient(grad, spec.grad_weight), spec.grad_weight)
-            with spec.computing(spec.grad_weight):
-                product = _wide_product(spec.operand(read, other_operand(spec.grad_weight)).mT, g)
-            grad_w = unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
         if ctx.bias_shape is not None and ctx.needs_input_grad[2]:
             wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
             grad_b = unscaled(ctx, wide.sum_to_size(ctx.bias_shape), weight.dtype)
         return grad_x, grad_w, grad_b, None, None, None
 
 
+def _batched_weight_gradient(spec: GemmSpec, grad: Tensor, read: Tensor | Packed) -> Tensor:
+    g = spec.operand(spec.gradient(grad, spec.grad_weight), spec.grad_weight)
+    with spec.computing(spec.grad_weight):
+        product = _wide_product(spec.operand(read, other_operand(spec.grad_weight)).mT, g)
+    return spec.product(product, spec.grad_weight)
+
+
 def _batched_input_gradient(spec: GemmSpec, grad: Tensor, weight: Tensor) -> Tensor:
-    """A function of its own, so that what it makes on the way is gone when the weight's gradient is made."""
+    """A function of its own, so that what it makes on the way is gone when it returns."""
     g = spec.operand(spec.gradient(grad, spec.grad_input), spec.grad_input)
     with spec.computing(spec.grad_input):
         product = g @ spec.operand(weight, other_operand(spec.grad_input)).mT

@@ -104,20 +104,24 @@ class _Linear(torch.autograd.Function):
         flat = rows_of(grad)
         if ctx.needs_input_grad[1] or not spec.plain:
             refuse_copies(ctx)
+        if ctx.needs_input_grad[1]:
+            grad_w = unscaled(ctx, _weight_gradient(spec, flat, read, weight.dtype), weight.dtype)
+        del read  # made for this pass, as like as not: it need not be there beside the input's gradient
         if ctx.needs_input_grad[0]:
             grad_x = _input_gradient(spec, flat, weight, ctx.x_dtype).view(*grad.shape[:-1], weight.shape[1])
-        if ctx.needs_input_grad[1]:
-            columns = _columns(read, spec, other_operand(spec.grad_weight))
-            g = spec.gradient(flat, spec.grad_weight)
-            product = rows_times_rows(g.t(), columns, spec.grad_weight, spec, weight.dtype)
-            grad_w = unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_b = unscaled(ctx, _channel_sums(flat, spec.grad_weight), weight.dtype)
         return grad_x, grad_w, grad_b, None, None, None
 
 
+def _weight_gradient(spec: GemmSpec, grad: Tensor, read: Tensor | Packed, dtype: torch.dtype) -> Tensor:
+    columns = _columns(read, spec, other_operand(spec.grad_weight))
+    product = rows_times_rows(spec.gradient(grad, spec.grad_weight).t(), columns, spec.grad_weight, spec, dtype)
+    return spec.product(product, spec.grad_weight)
+
+
 def _input_gradient(spec: GemmSpec, grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A function of its own, so that what it makes on the way is gone when the weight's gradient is made."""
+    """A function of its own, so that what it makes on the way is gone when it returns."""
     g = spec.gradient(grad, spec.grad_input)
     made = torch.float32 if spec.shifts(spec.grad_input) else dtype
     product = rows_times_rows(g, weight.t(), spec.grad_input, spec, made)
@@ -160,36 +164,45 @@ class _Conv(torch.autograd.Function):
         read, weight = saved_operand(ctx)
         grad_x = grad_w = grad_b = None
         refuse_copies(ctx)
-        if ctx.needs_input_grad[0]:
-            grad_x = _conv_input_gradient(spec, ctx.options, grad, read, weight).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
-            x = spec.operand(read, other_operand(spec.grad_weight))
-            w = spec.operand(weight, other_operand(spec.grad_weight))
-            g = spec.operand(spec.gradient(grad, spec.grad_weight), spec.grad_weight)
-            with spec.computing(spec.grad_weight):
-                product = _conv_backward(ctx.options, g, x, w, 1)
+            product = _conv_weight_gradient(spec, ctx.options, grad, read, weight)
             grad_w = unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
+        shape = read.payload.shape if isinstance(read, Packed) else read.shape
+        there = read if isinstance(read, Tensor) and ctx.again is None else None
+        del read  # as in `_Linear`
+        if ctx.needs_input_grad[0]:
+            grad_x = _conv_input_gradient(spec, ctx.options, grad, there, shape, weight).to(ctx.x_dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_b = unscaled(ctx, _channel_sums(grad, spec.grad_weight), weight.dtype)
         return grad_x, grad_w, grad_b, None, None, None, None
 
 
-def _conv_input_gradient(spec: GemmSpec, o: ConvOptions, grad: Tensor, read: Tensor | Packed, weight: Tensor) -> Tensor:
-    """A function of its own, so that what it makes on the way is gone when the weight's gradient is made.
+def _conv_weight_gradient(
+    spec: GemmSpec, options: ConvOptions, grad: Tensor, read: Tensor | Packed, weight: Tensor
+) -> Tensor:
+    x, w = (spec.operand(t, other_operand(spec.grad_weight)) for t in (read, weight))
+    g = spec.operand(spec.gradient(grad, spec.grad_weight), spec.grad_weight)
+    with spec.computing(spec.grad_weight):
+        return _conv_backward(options, g, x, w, 1)
 
-    The input's values do not enter its own gradient, only its shape does: where it is in another format, which would
-    take a copy, the adjoint convolution is asked for, which is the same kernel.
+
+def _conv_input_gradient(
+    spec: GemmSpec, o: ConvOptions, grad: Tensor, read: Tensor | None, shape: torch.Size, weight: Tensor
+) -> Tensor:
+    """A function of its own, so that what it makes on the way is gone when it returns.
+
+    The input's values do not enter its own gradient, only its shape does: where it is not there, or in another format,
+    which would take a copy, the adjoint convolution is asked for, which is the same kernel.
     """
     w = spec.operand(weight, other_operand(spec.grad_input))
     g = spec.operand(spec.gradient(grad, spec.grad_input), spec.grad_input)
     with spec.computing(spec.grad_input):
-        return spec.product(_conv_adjoint(o, g, read, w), spec.grad_input)
+        if read is not None and read.dtype == w.dtype:
+            return spec.product(_conv_backward(o, g, read, w, 0), spec.grad_input)
+        return spec.product(_conv_adjoint(o, g, shape, w), spec.grad_input)
 
 
-def _conv_adjoint(o: ConvOptions, g: Tensor, read: Tensor | Packed, w: Tensor) -> Tensor:
-    if isinstance(read, Tensor) and read.dtype == w.dtype:
-        return _conv_backward(o, g, read, w, 0)
-    shape = read.payload.shape if isinstance(read, Packed) else read.shape
+def _conv_adjoint(o: ConvOptions, g: Tensor, shape: torch.Size, w: Tensor) -> Tensor:
     sizes = zip(shape[2:], g.shape[2:], w.shape[2:], o.stride, o.padding, o.dilation, strict=True)
     rest = [0 if o.transposed else n - ((m - 1) * s - 2 * p + d * (k - 1) + 1) for n, m, k, s, p, d in sizes]
     made = torch.convolution(g, w, None, o.stride, o.padding, o.dilation, not o.transposed, rest, o.groups)
@@ -213,6 +226,7 @@ class _Matmul(torch.autograd.Function):
         ctx.spec, ctx.dtypes = spec, (a.dtype, b.dtype)
         left, right = read_operand(a, None, spec), read_operand(b, None, spec)
         ctx.kept_as = left.format if isinstance(left, Packed) else None
+        ctx.again = None
         kept = [(t.payload, t.inverse_scale) if isinstance(t, Packed) else (t, None) for t in (left, right)]
         ctx.save_for_backward(*kept[0], *kept[1])
         with spec.computing(spec.output):

@@ -23,7 +23,7 @@ __all__ = ["Kept", "MadeBefore", "Recipe", "Remade", "Step", "Value", "made_agai
 class Value(NamedTuple):
     """In a step's arguments: one of the values that a recipe is opened with."""
 
-    index: int
+    place: int
 
 
 class MadeBefore(NamedTuple):
@@ -51,7 +51,8 @@ class Remade:
 
     def seen(self, as_: Callable[[Tensor], Tensor]) -> Remade:
         """The same for a view of the tensor."""
-        return Remade(self.tensors, lambda kept: as_(self.again(kept)))
+        again = self.again  # not `self`, which would hold the tensors after autograd has let go of them
+        return Remade(self.tensors, lambda kept: as_(again(kept)))
 
 
 #: What a product keeps instead of the tensor that it read.
@@ -120,7 +121,7 @@ class _Making:
 
         def read(a: Any) -> Any:
             if isinstance(a, Value):
-                return values[a.index]
+                return values[a.place]
             return results[a.step].to(a.dtype) if isinstance(a, MadeBefore) else a
 
         for k, step in enumerate(self._steps):

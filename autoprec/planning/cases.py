@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from autoprec.checks import check_amount, check_format, check_storage, check_unique
 from autoprec.errors import InputError
 from autoprec.graphs import Role
-from autoprec.planning.values import PlanTensor, Problem, Remaking, Unit, Use, result_of
+from autoprec.planning.codes import result_of
+from autoprec.planning.values import PlanTensor, Problem, Remaking, Unit, Use
 from autoprec.plans import RECOMPUTED
 
 __all__ = ["Case"]
@@ -146,7 +147,7 @@ class _Check:
             self.index((*at, "moment"), gemm.moment, self.ops, "moment")
             self.index((*at, "x"), gemm.x, len(p.tensors), "tensor")
             self.index((*at, "variance"), gemm.variance, p.variances, "variance")
-            self.amounts(at, gemm, "x_numel", "out_numel", "upstream", "operands_numel")
+            self.amounts(at, gemm, "x_numel", "out_numel", "upstream", "operands_numel", "weight_bytes")
             for name, role in roles.items():
                 unit = getattr(gemm, name)
                 self.index((*at, name), unit, len(p.units), "unit")

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from autoprec.formats import other_operand, result_format
-from autoprec.planning.values import Choice, Problem, of_format
+from autoprec.planning.codes import of_format
+from autoprec.planning.values import Choice, Problem
 
 __all__ = ["Decisions"]
 

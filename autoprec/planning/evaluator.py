@@ -8,16 +8,8 @@ from typing import Self
 
 from autoprec.formats import held_as, is_scaled, other_operand, result_format
 from autoprec.graphs import Role
-from autoprec.planning.values import (
-    Choice,
-    Evaluation,
-    Gemm,
-    GradientNode,
-    PlanTensor,
-    Problem,
-    Violation,
-    bytes_of,
-)
+from autoprec.planning.codes import bytes_of
+from autoprec.planning.values import Choice, Evaluation, Gemm, GradientNode, PlanTensor, Problem, Violation
 from autoprec.plans import RECOMPUTED
 
 __all__ = ["SECONDARY", "TERTIARY", "Step", "evaluate", "holders", "judged", "objective_of"]
@@ -173,7 +165,8 @@ class Step:
         assert t.remaking is not None
         self.seconds += dict(t.remaking.seconds)[made]
         first, last = p.made_again(t)
-        self.hold(f"{t.id} made again", first, last, t.numel * bytes_of(made))
+        if first < last:  # at the last moment it is there for the weight's gradient alone, which comes first
+            self.hold(f"{t.id} made again", first, last - 1, t.numel * bytes_of(made))
 
     def storage_of(self, gemm: Gemm) -> str | None:
         """How the input of a GEMM is kept for its backward pass; None if that is as it was."""
@@ -187,8 +180,8 @@ class Step:
         return storage or self.copy(gemm.output)
 
     def backward(self, gemm: Gemm) -> None:
-        """Casts of one GEMM's backward pass, and what they hold for its moment: one gradient is made after the other,
-        and each casts for itself."""
+        """Casts of one GEMM's backward pass, and what they hold for its moment. The weight's gradient is made first,
+        then the input's, and each casts for itself."""
         p, moment = self.problem, self.problem.backward(gemm.moment)
         made, h, g = (self.result(u) for u in (gemm.output, gemm.grad_input, gemm.grad_weight))
         x, out, read = gemm.x_numel, gemm.out_numel, self.format_kept(gemm)
@@ -205,8 +198,12 @@ class Step:
             self.seconds += sum(p.cast_seconds(source, target, numel) for source, target, numel, _ in needed)
             own = self.problem.units[unit].workspace[self.options[unit]]
             held.append(own + sum(numel * bytes_of(f) for _, _, numel, f in needed))
-        if self.storage_of(gemm) == RECOMPUTED:  # what it is made of is gone when the products begin
-            held.append(p.remade_from(gemm) * bytes_of(self.format_kept(gemm)))
+        if self.storage_of(gemm) == RECOMPUTED:
+            there, made_of = (size * bytes_of(self.format_kept(gemm)) for size in p.remade_for(gemm))
+            held[1] += there
+            held.append(there + made_of)  # what it is made of is gone when the product begins
+        early, late = p.one_after_the_other(gemm, self.format(gemm.output))
+        held = [held[0] + early, *(max(0, size - late) for size in held[1:])]
         self.hold(f"workspace of {gemm.op}", moment, moment, max(held))
 
     def loss_variance(self) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autoprec.planning.values import PlanTensor, Problem, bytes_of, copy_of, result_of
+from autoprec.planning.codes import bytes_of, copy_of, result_of
+from autoprec.planning.values import PlanTensor, Problem
 
 __all__ = ["Demand", "demands"]
 

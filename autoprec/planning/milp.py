@@ -22,21 +22,11 @@ import numpy as np
 
 from autoprec.formats import is_scaled, result_format
 from autoprec.graphs import Role
+from autoprec.planning.codes import bytes_of, copy_of, other_operand_of, owner, result_of
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
 from autoprec.planning.linear import Linear, Rows
 from autoprec.planning.liveness import demands
-from autoprec.planning.values import (
-    Choice,
-    Gemm,
-    PlanTensor,
-    Problem,
-    Unit,
-    bytes_of,
-    copy_of,
-    other_operand_of,
-    owner,
-    result_of,
-)
+from autoprec.planning.values import Choice, Gemm, PlanTensor, Problem, Unit
 from autoprec.plans import RECOMPUTED
 
 __all__ = ["OBJECTIVE_SCALE", "Program"]
@@ -239,7 +229,7 @@ class Program(Rows):
             seconds, (first, last) = dict(t.remaking.seconds), p.made_again(t)
             made = self._one_of(binary, result_of(t.born), {f: seconds[f] for f in self.formats(result_of(t.born))})
             held = [(expression, t.numel * bytes_of(f)) for f, expression in made.items()]
-            for moment in range(first, last + 1):
+            for moment in range(first, last):
                 self.workspace.setdefault(moment, []).extend(held)
             self.remade[self.problem.tensor_index[t.id]] = made
             return
@@ -399,27 +389,30 @@ class Program(Rows):
         return total
 
     def _larger_workspace(self, gemm: Gemm) -> tuple[int, float]:
-        """A variable, and the bytes that it is a share of: the larger of what the two gradients hold while they are
-        made, one after the other."""
-        units = self.problem.units
-        pairs = list(zip((gemm.grad_input, gemm.grad_weight), self.of_gemm[gemm.number], strict=True))
-        remade = [(expression, self.problem.remade_from(gemm) * bytes_of(f))
-                  for f, expression in self.remade.get(gemm.x, {}).items()]  # fmt: skip
-        most = float(max(max(units[u].workspace) + sum(size for _, size in held) for u, held in pairs))
-        most = max(most, *(float(size) for _, size in remade), 0.0)
+        """A variable, and the bytes that it is a share of: the largest of what is held while the weight's gradient is
+        made, then the input's, and while the input itself is made again."""
+        p = self.problem
+        units = (gemm.grad_input, gemm.grad_weight)
+        of_input, of_weight = (
+            [(Linear().add(k), float(size)) for k, size in zip(self.y[u], p.units[u].workspace, strict=True)]
+            + [(expression, float(size)) for expression, size in held]
+            for u, held in zip(units, self.of_gemm[gemm.number], strict=True)
+        )
+        order = {f: p.one_after_the_other(gemm, f) for f in self.formats(gemm.output)}
+        early = [(self.is_in(gemm.output, f), float(there)) for f, (there, _) in order.items()]
+        late = [(self.is_in(gemm.output, f), -float(not_there)) for f, (_, not_there) in order.items()]
+        own, read = p.remade_for(gemm)
+        again = self.remade.get(gemm.x, {}).items()
+        phases = [[*of_input, *early], [*of_weight, *((e, float(own * bytes_of(f))) for f, e in again), *late]]
+        if read:
+            phases.append([*((e, float((own + read) * bytes_of(f))) for f, e in again), *late])
+        most = max(sum(size for _, size in phase if size > 0.0) for phase in phases)
         larger = self.variable(0.0)
-        if most and remade:
-            own = Linear()
-            for expression, size in remade:
-                own.add(expression, size / most)
-            self.at_least(larger, own)
-        for u, held in pairs:
-            own = Linear()
-            for k, size in zip(self.y[u], units[u].workspace, strict=True):
-                own.add(k, size / most if most else 0.0)
-            for expression, size in held:
-                own.add(expression, size / most)
-            self.at_least(larger, own)
+        for phase in phases if most else ():
+            total = Linear()
+            for expression, size in phase:
+                total.add(expression, size / most)
+            self.at_least(larger, total)
         return larger, most
 
     # In and out

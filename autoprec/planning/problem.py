@@ -24,6 +24,7 @@ from autoprec.errors import DeviceError, ProfileError
 from autoprec.formats import held_as, is_scaled, other_operand, result_format
 from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind, TensorSpec, shared_path
 from autoprec.planning.activations import Activations
+from autoprec.planning.codes import bytes_of
 from autoprec.planning.flow import Flow
 from autoprec.planning.gradients import gradient_nodes
 from autoprec.planning.kinks import kink_nodes
@@ -33,7 +34,7 @@ from autoprec.planning.pricing import Prices
 from autoprec.planning.products import Products
 from autoprec.planning.roots import Roots, resolve_roots
 from autoprec.planning.stores import Keeping, Stores
-from autoprec.planning.values import PlanTensor, Problem, Unit, Use, bytes_of
+from autoprec.planning.values import PlanTensor, Problem, Unit, Use
 from autoprec.plans import RECOMPUTED
 from autoprec.policies import Policy
 from autoprec.profiles import Profile

@@ -55,6 +55,7 @@ class Products:
             x_noise=tuple(x_noise.items()),
             stored_noise=tuple(stored.items()),
             gradient_noise=tuple(arriving.items()),
+            weight_bytes=sum(4 * s.numel for w in op.weights if (s := specs.get(f"param:{w}")) and s.requires_grad),
             upstream=upstream,
         )
 

@@ -129,7 +129,7 @@ class Proposals:
                     reason=why.text,
                     made_from=_made_from(problem.tensors[t]) if kept.get(t) == RECOMPUTED else (),
                     alternatives=why.alternatives if reasons else None,
-                    dropped=_all_dropped(why, problem.tensors[t].storages, policy.storage.formats, _UNREADABLE),
+                    dropped=_dropped_storages(why, problem.tensors[t], policy),
                 )
                 for t, why in storage_reasons.items()
             ),
@@ -162,8 +162,21 @@ class Proposals:
 _UNREADABLE = "an op that keeps the tensor cannot read it back from there, or what that costs in noise cannot be judged"
 
 
+def _dropped_storages(why: Reason, t: PlanTensor, policy: Policy) -> tuple[Dropped, ...]:
+    dropped = _all_dropped(why, t.storages, policy.storage.formats, _UNREADABLE)
+    if not policy.storage.recompute or RECOMPUTED in (*t.storages, *(d.format for d in dropped)):
+        return dropped
+    return (*dropped, Dropped(format=RECOMPUTED, why=_NOT_MADE_AGAIN))
+
+
 def _made_from(t: PlanTensor) -> tuple[str, ...]:
     return () if t.remaking is None else t.remaking.made_from
+
+
+#: Why a tensor cannot be made again.
+_NOT_MADE_AGAIN = (
+    "products alone must keep it, and what made it must run again to the same result from what it keeps itself"
+)
 
 
 def _all_dropped(why: Reason, options: Sequence[str], wanted: Sequence[str], otherwise: str) -> tuple[Dropped, ...]:

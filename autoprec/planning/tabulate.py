@@ -14,11 +14,12 @@ import numpy.typing as npt
 
 from autoprec.formats import held_as, other_operand, result_format
 from autoprec.graphs import Role
+from autoprec.planning.codes import bytes_of, of_format
 from autoprec.planning.decisions import Decisions
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
 from autoprec.planning.propagation import Propagation
 from autoprec.planning.tables import Copies, Entries, Group, Held, Noise, Pattern, Span
-from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit, Use, bytes_of, of_format
+from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit, Use
 from autoprec.plans import RECOMPUTED
 
 __all__ = ["LARGEST_TABLE", "Tabulated"]
@@ -210,7 +211,7 @@ class Tabulated:
             return
         moment, unit = t.stored_by
         masks = [*t.masks, *map(p.backward, t.masks)]
-        figures = [t.numel, moment, p.backward(moment), t.mask_bytes, *masks]
+        figures: list[float] = [t.numel, moment, p.backward(moment), t.mask_bytes, *masks]
         if t.remaking is not None:
             figures += [*p.made_again(t), *self._vector(t.remaking.seconds)]
         born = -1 if t.remaking is None else of(t.born)
@@ -346,7 +347,7 @@ class Tabulated:
             again, born = kept == self._again, self._result[entries.format(maker_of_it)]
             begin, end = figures[4 + 2 * masks : 6 + 2 * masks].astype(np.int64)
             seconds = seconds + np.where(again, figures[6 + 2 * masks :][born].T, 0.0)
-            held.append(Held(numel[:, None] * widths[born] * again, begin, end))
+            held.append(Held(numel[:, None] * widths[born] * again, begin, end - 1))
         return self._group(scopes, entries, seconds, size + masks * masked, held=tuple(held))
 
     def _others(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
@@ -373,7 +374,7 @@ class Tabulated:
             workspace += self._vector((f, float(sizes.get(f, 0))) for f in unit.options)
         present = (storage is not None, gemm.has_grad_input, gemm.has_grad_weight, gemm.operands_numel > 0)
         figures = [gemm.x_numel, gemm.out_numel, gemm.operands_numel, p.backward(gemm.moment), *workspace,
-                   p.remade_from(gemm)]  # fmt: skip
+                   *p.remade_for(gemm), gemm.weight_bytes]  # fmt: skip
         born = of(p.tensors[gemm.x].born)
         again = born if storage is not None and p.tensors[gemm.x].remaking is not None else -1
         self._record("gemm", [made, h, g, stored, again], present, figures)
@@ -410,9 +411,11 @@ class Tabulated:
                 seconds += np.where(on, self._cast(source, target, numel), 0.0)
                 size = size + numel[:, None] * width[size_of] * on
             held.append(size)
-        held.append(figures[-1][:, None] * width[kept] * again)
-        # One gradient is made after the other, and what the input is made of is gone by then.
-        return self._group(scopes, entries, seconds, held=(Held(np.maximum.reduce(held), moment, moment),))
+        there, made_of = (amount[:, None] * width[kept] * again for amount in figures[-3:-1])
+        both = (own != 0) if has_input and has_weight else np.zeros(entries.count, np.bool_)
+        early, late = figures[-1][:, None] * both, x[:, None] * width[made] * both
+        largest = np.maximum.reduce([held[0] + early, held[1] + there - late, there + made_of - late])
+        return self._group(scopes, entries, seconds, held=(Held(largest, moment, moment),))
 
     def _noises(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
         places, stored = pattern.reads

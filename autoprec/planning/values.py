@@ -6,16 +6,17 @@ Moments. A graph of n ops has 2n moments: op i runs forward at moment i and back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Literal
 
 from autoprec.devices import CastTiming
 from autoprec.errors import DeviceError
-from autoprec.formats import format_named, held_as, other_operand, result_format
+from autoprec.formats import result_format
 from autoprec.graphs import Role
-from autoprec.plans import RECOMPUTED, Violation
+from autoprec.planning.codes import bytes_of, format_of, owner
+from autoprec.plans import Violation
 
 __all__ = [
     "Choice",
@@ -31,48 +32,7 @@ __all__ = [
     "Use",
     "Violation",
     "WeightRow",
-    "bytes_of",
-    "copy_of",
-    "other_operand_of",
-    "of_format",
-    "owner",
-    "result_of",
 ]
-
-
-@cache
-def bytes_of(format_name: str) -> int:
-    """Bytes per element of a format; none of a storage that is none."""
-    return 0 if format_name == RECOMPUTED else format_named(format_name).bytes
-
-
-def of_format(found: Callable[[str], str], name: str) -> str:
-    """What goes with a format; with recomputation goes nothing else."""
-    return name if name == RECOMPUTED else found(name)
-
-
-#: Beside units, by number, programs speak of what goes with them: 2^30, 2^31 and 2^32 apart.
-_RESULT, _BESIDE, _COPY = 1 << 30, 1 << 31, 1 << 32
-
-
-def result_of(unit: int | None) -> int | None:
-    """What stands for the format in which a unit's op is given tensors and gives its result (BF16 for FP8)."""
-    return None if unit is None else unit | _RESULT
-
-
-def other_operand_of(unit: int) -> int:
-    """What stands for the format of the operand beside the one that a gradient role rounds to its own."""
-    return unit | _BESIDE
-
-
-def copy_of(unit: int | None) -> int | None:
-    """What stands for the format of the copy that a unit's op, or what goes with it, reads (FP32 for TF32)."""
-    return None if unit is None else unit | _COPY
-
-
-def owner(unit: int) -> int:
-    """The unit that something goes with, or that it is."""
-    return unit & ~(_RESULT | _BESIDE | _COPY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +206,7 @@ class Gemm:
         out_numel: elements of gradient that arrive.
         variance: whose relative gradient variance arrives (index, see `GradientNode`).
         has_grad_input, has_grad_weight: which gradients are computed.
+        weight_bytes: of the gradients of its weight and bias, in FP32.
         x_noise: by format, E‖δ∇W‖² per step of rounding x; `stored_noise` by storage, of keeping x in it.
         gradient_noise: by format, of rounding the gradient that arrives.
         upstream: E‖∇W‖²-like energy that relative variance of the arriving gradient multiplies.
@@ -268,6 +229,7 @@ class Gemm:
     gradient_noise: tuple[tuple[str, float], ...] = ()
     upstream: float = 0.0
     operands_numel: int = 0
+    weight_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,12 +315,7 @@ class Problem:
         """By option of a unit, its format, or the format of what goes with it; FP32 where nothing is decided."""
         if unit is None:
             return ("fp32",)
-        options = self.units[owner(unit)].options
-        if unit & _RESULT:
-            return tuple(map(result_format, options))
-        if unit & _BESIDE:
-            options = tuple(map(other_operand, options))
-        return tuple(map(held_as, options)) if unit & _COPY else options
+        return format_of(unit, self.units[owner(unit)].options)
 
     def backward(self, moment: int) -> int:
         """The moment at which the op of a forward moment runs backward."""
@@ -370,12 +327,23 @@ class Problem:
         moments = [self.backward(self.gemms[k].moment) for k in t.gemms]
         return min(moments), max(moments)
 
-    def remade_from(self, gemm: Gemm) -> int:
-        """Elements that a GEMM's input is made again from for its backward pass: those of the first one make it."""
+    def remade_for(self, gemm: Gemm) -> tuple[int, int]:
+        """If its input is made again: elements of it that are there for its weight's gradient alone, and elements that
+        it is made of for this GEMM. The first one to go backward makes it, the last one needs it last."""
         t = self.tensors[gemm.x]
-        if t.remaking is None or gemm.moment != max(self.gemms[k].moment for k in t.gemms):
-            return 0
-        return t.remaking.numel
+        if t.remaking is None:
+            return 0, 0
+        first, last = self.made_again(t)
+        moment = self.backward(gemm.moment)
+        return (t.numel if moment == last else 0), (t.remaking.numel if moment == first else 0)
+
+    def one_after_the_other(self, gemm: Gemm, format_name: str) -> tuple[int, int]:
+        """Where a GEMM makes the weight's gradient before the input's, bytes of the former, which is there then, and of
+        the latter, which is not there before: under this format of the output (torch's own products, in FP32, go the
+        other way round)."""
+        if format_name == "fp32" or not (gemm.has_grad_input and gemm.has_grad_weight):
+            return 0, 0
+        return gemm.weight_bytes, gemm.x_numel * bytes_of(result_format(format_name))
 
     def moment_name(self, moment: int) -> str:
         """A moment for people: "forward of blocks.0:linear#0"."""

@@ -16,7 +16,7 @@ from autoprec.errors import InputError, nearest
 from autoprec.formats import is_scaled
 from autoprec.graphs import Role
 from autoprec.planning.reasons import bytes_text, seconds_text
-from autoprec.plans import AS_IS, Assignment, Plan, Storage, Totals
+from autoprec.plans import AS_IS, RECOMPUTED, Assignment, Plan, Storage, Totals
 from autoprec.serial.codec import encode
 
 __all__ = [
@@ -70,7 +70,7 @@ class OpDecision:
     def reason(self) -> str:
         """Of the output's format, and of the storage where that is narrower."""
         lines = [a.reason for a in self.roles if a.role is Role.OUTPUT]
-        lines += [f"kept {s.format}: {s.reason}" for s in self.storages if s.format != AS_IS]
+        lines += [f"{_how_kept(s)}: {s.reason}" for s in self.storages if s.format != AS_IS]
         return "\n".join(lines)
 
 
@@ -126,7 +126,7 @@ def _line(op: str, *formats: str) -> Table:
     line = Table.grid(expand=True, padding=(0, 1))
     line.add_column(overflow="fold", ratio=1)
     for name in _DECIDED:
-        line.add_column(width=max(len(name), len("fp8_e4m3")))
+        line.add_column(width=max(len(name), len(RECOMPUTED)))
     line.add_row(op, *formats)
     return line
 
@@ -140,7 +140,8 @@ def op_table(decision: OpDecision) -> Table:
     for a in decision.roles:
         table.add_row(str(a.role), a.format, a.reason)
     for s in decision.storages:
-        table.add_row(f"kept: {s.tensor}", storage_text(s.format), s.reason)
+        made_of = f"from {', '.join(s.made_from)}; " if s.made_from else ""
+        table.add_row(f"kept: {s.tensor}", storage_text(s.format), made_of + s.reason)
     return table
 
 
@@ -216,6 +217,11 @@ def _totals_data(totals: Totals | None) -> dict[str, Any] | None:
 def storage_text(name: str) -> str:
     """A storage (or format) for people."""
     return "as it is" if name == AS_IS else name
+
+
+def _how_kept(s: Storage) -> str:
+    """ "kept bf16", "recomputed from blocks.0.up:linear#0"."""
+    return f"recomputed from {', '.join(s.made_from)}" if s.format == RECOMPUTED else f"kept {s.format}"
 
 
 def _maker(tensor: str) -> str:

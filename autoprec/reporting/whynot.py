@@ -13,14 +13,16 @@ from rich.text import Text
 from autoprec.errors import InputError, PlanError, nearest
 from autoprec.formats import COMPUTE_FORMATS, STORAGE_FORMATS, format_named, is_scaled
 from autoprec.planning.reasons import bytes_text, seconds_text, violation_text
-from autoprec.plans import AS_IS, Alternative, Assignment, Plan, Storage
+from autoprec.plans import AS_IS, RECOMPUTED, Alternative, Assignment, Plan, Storage
 from autoprec.reporting.plans import OpDecision, storage_text
 
 __all__ = ["Answer", "answer_tables", "answers_data", "why_not"]
 
 Verdict = Literal["chosen", "allowed", "forbidden", "dropped", "no candidate", "undecided"]
 
-_KNOWN = (*COMPUTE_FORMATS, AS_IS)
+#: Ways to keep a tensor that are no formats.
+_WAYS = (AS_IS, RECOMPUTED)
+_KNOWN = (*COMPUTE_FORMATS, *_WAYS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ def why_not(plan: Plan, found: tuple[OpDecision, ...], asked: str) -> tuple[Answ
     answers: list[Answer] = []
     for d in found:
         of_op = [_answer(plan, d.op, str(a.role), a, asked) for a in d.roles if _speaks_of(a, asked)]
-        if asked == AS_IS or asked in STORAGE_FORMATS or is_scaled(asked):
+        if asked in (*_WAYS, *STORAGE_FORMATS) or is_scaled(asked):
             of_op += [_answer(plan, d.op, f"kept: {s.tensor}", s, asked) for s in d.storages]
         answers += of_op or [_undecided(d, asked)]
     return tuple(answers)
@@ -66,7 +68,9 @@ def why_not(plan: Plan, found: tuple[OpDecision, ...], asked: str) -> tuple[Answ
 
 def _speaks_of(made: Assignment, asked: str) -> bool:
     """Whether it was a question for the role. A format with a scale is a storage first."""
-    if not (asked == AS_IS or is_scaled(asked)):
+    if asked in _WAYS:
+        return False
+    if not is_scaled(asked):
         return True
     return asked in (made.format, *(a.format for a in made.alternatives or ()), *(d.format for d in made.dropped))
 
@@ -74,14 +78,14 @@ def _speaks_of(made: Assignment, asked: str) -> bool:
 def _check_name(asked: str) -> None:
     if asked in _KNOWN:
         return
-    if asked.lower().startswith("as"):
+    if asked.lower().startswith(("as", "rec")):
         raise InputError(f"unknown format {asked[:60]!r}.{nearest(asked, _KNOWN)}")
     format_named(asked[:60])
 
 
 def _undecided(d: OpDecision, asked: str) -> Answer:
     why = "the plan does not decide in which format it computes"
-    if asked == AS_IS or is_scaled(asked):
+    if asked in _WAYS or is_scaled(asked):
         why = "what it makes is not kept for backward, or can only be kept as it is"
     return Answer(op=d.op, decision="", asked=asked, chosen="", verdict="undecided", why=why)
 

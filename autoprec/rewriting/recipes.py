@@ -40,9 +40,10 @@ class Shown:
 
 def recipe_of(
     tensor: str, made_from: Collection[str], written: Mapping[str, Written], shown: Mapping[fx.Node, Shown],
-    root_of: Callable[[str], str],
+    produced: Collection[str], root_of: Callable[[str], str],
 ) -> tuple[list[Step], list[fx.Node]]:  # fmt: skip
-    """(steps, the values that they read). `PlanError` where the tensor cannot be made of those that the plan names."""
+    """(steps, the values that they read); `produced`: tensors that ops make. `PlanError` where the tensor cannot be
+    made of those that the plan names."""
     steps: list[Step] = []
     number: dict[str, int] = {}
     values: dict[fx.Node, int] = {}
@@ -52,7 +53,7 @@ def recipe_of(
         if call is None or not is_repeatable(call.kind):
             what = "is made by no op that may run again" if call is None else f"is made by {call.kind}"
             raise PlanError(
-                f"the plan has {tensor} recomputed from {', '.join(made_from)}, but {wanted} {what}: keep it in a"
+                f"the plan has {tensor} recomputed from {', '.join(made_from)}, but {wanted} {what}: keep {tensor} in a"
                 " format, or as it is"
             )
         args, kwargs = fx.node.map_arg((call.args, dict(call.kwargs)), place)
@@ -61,14 +62,11 @@ def recipe_of(
 
     def place(n: fx.Node) -> Any:
         found = shown.get(n)
-        if found is None or not _is_made_again(found.tensor):
+        if found is None or found.tensor not in produced or root_of(found.tensor) in made_from:
             return Value(values.setdefault(n, len(values)))
         if found.tensor not in number:
             number[found.tensor] = make(found.tensor)
         return MadeBefore(number[found.tensor], dtype_of(found.format))
-
-    def _is_made_again(name: str) -> bool:
-        return root_of(name) not in made_from and name in written
 
     make(tensor)
     return steps, list(values)

@@ -30,18 +30,19 @@ from autoprec.numerics.casts import cast, enter_region, leave_region, saturating
 from autoprec.numerics.contractions import Contraction, weighted_product
 from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.gemm import matmul
-from autoprec.numerics.keeping import keep_in, keeping, open_cell
+from autoprec.numerics.keeping import keep_in
 from autoprec.numerics.kernels import kernel
 from autoprec.numerics.lean import lean, relu_keeping_bits
 from autoprec.numerics.norms import norm
 from autoprec.numerics.packing import encode
 from autoprec.numerics.products import GemmSpec
-from autoprec.numerics.remaking import made_again, open_recipe
+from autoprec.numerics.remaking import made_again
 from autoprec.numerics.specs import NORM_SIGNATURE, fit_scalars, gemm_spec, norm_call
-from autoprec.plans import AS_IS, RECOMPUTED, Plan
+from autoprec.plans import RECOMPUTED, Plan
 from autoprec.rewriting.calls import Method, With, operands
 from autoprec.rewriting.memory import bases, changed_in_place, no_larger
-from autoprec.rewriting.recipes import Shown, Written, recipe_of
+from autoprec.rewriting.recipes import Shown, Written
+from autoprec.rewriting.storing import Storing
 from autoprec.tracing.bindings import Binding, OpNode
 from autoprec.tracing.checkpoints import CheckpointPath, fold
 from autoprec.tracing.gemms import GemmCall
@@ -65,8 +66,9 @@ def rewrite(binding: Binding, plan: Plan, device_type: str) -> Rewritten:
     return _Rewriter(binding, plan, device_type).run()
 
 
-class _Rewriter:
+class _Rewriter(Storing):
     def __init__(self, binding: Binding, plan: Plan, device_type: str) -> None:
+        super().__init__({t for op in binding.ops for t in op.outputs})
         self.binding, self.plan, self.device_type = binding, plan, device_type
         self.graph = fx.Graph()
         self.origin: dict[fx.Node, fx.Node] = {}
@@ -76,7 +78,6 @@ class _Rewriter:
         self.born: dict[fx.Node, str] = {}
         self.root: dict[fx.Node, fx.Node] = {}
         self.packed: dict[tuple[fx.Node, str, CheckpointPath], fx.Node] = {}
-        self.cells: dict[tuple[str, CheckpointPath], fx.Node] = {}
         self.main: fx.Node | None = None
         self.path: CheckpointPath = ()
         self.within: dict[fx.Node, CheckpointPath] = {}
@@ -85,9 +86,6 @@ class _Rewriter:
         self.transform_entry: fx.Node | None = None
         self.region = {op: r.scale_log2 for r in plan.regions for op in r.ops}
         self.region_of_value: dict[fx.Node, int] = {}
-        self.written: dict[str, Written] = {}
-        self.shown: dict[fx.Node, Shown] = {}
-        self.node_of: dict[str, fx.Node] = {}
         self.saturating = set(plan.saturating)
         self.base_of = bases(binding)
         self.touched = changed_in_place(binding)
@@ -414,70 +412,3 @@ class _Rewriter:
         if key not in self.packed:
             self.packed[key] = self.call(make, arguments)
         return self.packed[key]
-
-    # Storages
-
-    def _stored(self, tensor_id: str) -> str | None:
-        """The tensor itself, or the nearest one that it is a view of, if the plan keeps that in a narrow format."""
-        current: str | None = tensor_id
-        while current is not None:
-            if current in self.plan.storage_of:
-                return current if self.plan.storage_of[current] != AS_IS else None
-            current = self.base_of.get(current)
-        return None
-
-    def cell_of(self, stored: str, node: fx.Node) -> fx.Node:
-        """The cell of a tensor that is kept narrow; `node` is it or a view of it."""
-        key = (stored, self.path)
-        if key not in self.cells:
-            again = stored in self.plan.made_from_of
-            self.cells[key] = self._open_recipe(stored) if again else self._open(stored, self.as_born(node))
-        return self.cells[key]
-
-    def _open_recipe(self, stored: str) -> fx.Node:
-        """The recipe of a tensor that the plan has made again."""
-        made_from = self.plan.made_from_of[stored]
-        steps, values = recipe_of(stored, made_from, self.written, self.shown, self._root_of)
-        cells = [self._cell_behind(v) for v in values]
-        return self.call(With(open_recipe, steps), (values, cells, self.as_born(self.node_of[stored])))
-
-    def _cell_behind(self, value: fx.Node) -> fx.Node | None:
-        """The cell that keeps what a value shows; None where that is kept as it is."""
-        tensor = self.shown[value].tensor if value in self.shown else None
-        stored = None if tensor is None else self._stored(tensor)
-        if stored is None or tensor is None:
-            return None
-        if stored in self.plan.made_from_of:
-            raise PlanError(f"the plan has a tensor recomputed from {stored}, which is recomputed itself")
-        return self.cell_of(stored, self.node_of[tensor])
-
-    def _root_of(self, tensor_id: str) -> str:
-        while (base := self.base_of.get(tensor_id)) is not None:
-            tensor_id = base
-        return tensor_id
-
-    def _open(self, stored: str, value: fx.Node | None) -> fx.Node:
-        return self.call(With(open_cell, self.plan.storage_of[stored]), (value,))
-
-    def keep_narrow(self, op: OpNode, main: fx.Node, made: str | None) -> None:
-        """Let the op, written as `main`, keep in cells what the plan keeps narrow, its own result among it."""
-        cells, reads = [], []
-        with self.graph.inserting_before(main):
-            own = None if made is None else self._open(made, None)
-            for node, tensor_id in op.inputs:
-                stored = self._stored(tensor_id)
-                if stored is not None and stored not in self.plan.made_from_of:
-                    found = {self.value[node], *self.casts[node].values()}.intersection(main.all_input_nodes)
-                    reads += sorted(found)
-                    cells += [self.cell_of(stored, node)] * len(found)
-        if made is not None and own is not None:
-            self.cells[made, self.path] = own
-        if not cells and own is None:
-            return
-        function = main.target if callable(main.target) else Method(str(main.target))
-        main.op, main.args, main.kwargs, main.target = (
-            "call_function",
-            (own, tuple(cells), tuple(reads), main.args, main.kwargs),
-            {},
-            With(keeping, function),
-        )

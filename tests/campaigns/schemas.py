@@ -80,7 +80,7 @@ POLICY = mapping(
             why=TEXT,
         )
     ),
-    storage=mapping({}, formats=items(one_of(STORAGES))),
+    storage=mapping({}, formats=items(one_of(STORAGES)), recompute={"type": "boolean"}),
     calibration=mapping({}, steps={"type": "integer", "minimum": 2}),
     monitor=mapping(
         {},
@@ -114,7 +114,7 @@ ENVELOPE = {"version": {"type": "integer", "enum": [1]}}
 
 NUMBER = {"type": "number"}
 FINITE = {"type": "number", "exclusiveMinimum": -math.inf, "exclusiveMaximum": math.inf}
-ANY_FORMAT = one_of([*COMPUTE, "as_is"])
+ANY_FORMAT = one_of([*COMPUTE, "as_is", "recomputed"])
 BROKEN = mapping(
     {"kind": one_of(["peak", "loss", "gradient", "tie"]), "what": TEXT, "value": NUMBER, "limit": NUMBER},
 )
@@ -144,7 +144,13 @@ PLAN = mapping(
             mapping({"op": SOME_TEXT, "role": one_of(ROLES), "format": one_of(COMPUTE), "reason": TEXT}, **OTHERS)
         ),
     },
-    storages=items(mapping({"tensor": SOME_TEXT, "format": one_of(["as_is", *STORAGES]), "reason": TEXT}, **OTHERS)),
+    storages=items(
+        mapping(
+            {"tensor": SOME_TEXT, "format": one_of(["as_is", "recomputed", *STORAGES]), "reason": TEXT},
+            made_from=TEXTS,
+            **OTHERS,
+        )
+    ),
     regions=items(
         mapping(
             {
@@ -180,6 +186,7 @@ DEVICE = mapping(
             private_saved_bytes=maybe(COUNT),
             workspace_bytes=maybe(COUNT),
             backward_workspace_bytes=maybe(COUNT),
+            forward_seconds=maybe(AMOUNT),
         )
     ),
     casts=items(
@@ -317,8 +324,8 @@ def _twice(values: Sequence[Any], *at: str | int) -> Iterator[Path]:
 
 
 def _bits(name: str) -> int:
-    """The first number of a format's name."""
-    return int("".join(c if c.isdigit() else " " for c in name).split()[0])
+    """The first number of a format's name; TF32 has 19."""
+    return 19 if name == "tf32" else int("".join(c if c.isdigit() else " " for c in name).split()[0])
 
 
 def _policy(tree: Any) -> Iterator[Path]:
@@ -347,6 +354,10 @@ def _plan(tree: Any) -> Iterator[Path]:
     pairs = [(_value(a, "op"), _value(a, "role")) for a in _list(tree, "assignments")]
     yield from _twice(pairs, "assignments")
     yield from _twice([_value(s, "tensor") for s in _list(tree, "storages")], "storages")
+    for i, s in enumerate(_list(tree, "storages")):
+        yield from _twice(_list(s, "made_from"), "storages", i, "made_from")
+        if bool(_value(s, "made_from")) != (_value(s, "format") == "recomputed"):
+            yield ("storages", i, "made_from")
     yield from _twice(_list(tree, "saturating"), "saturating")
     for i, region in enumerate(_list(tree, "regions")):
         yield from _twice(_list(region, "ops"), "regions", i, "ops")

@@ -1,0 +1,104 @@
+"""Where a plan's storages go in a rewritten graph: cells of narrow copies, recipes of what is made again, and what ops
+keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import fx
+
+from autoprec.errors import PlanError
+from autoprec.numerics.keeping import keeping, open_cell
+from autoprec.numerics.remaking import open_recipe
+from autoprec.plans import AS_IS, Plan
+from autoprec.rewriting.calls import Method, With
+from autoprec.rewriting.recipes import Shown, Written, recipe_of
+from autoprec.tracing.bindings import OpNode
+from autoprec.tracing.checkpoints import CheckpointPath
+
+__all__ = ["Storing"]
+
+
+class Storing:
+    """The part of the rewriter that knows how each tensor is kept."""
+
+    plan: Plan
+    graph: fx.Graph
+    path: CheckpointPath
+    base_of: Mapping[str, str]
+    value: dict[fx.Node, fx.Node]
+    casts: dict[fx.Node, dict[tuple[str, CheckpointPath], fx.Node]]
+    call: Callable[..., fx.Node]
+
+    def __init__(self, produced: set[str]) -> None:
+        """`produced`: ids of the tensors that ops make."""
+        self.cells: dict[tuple[str, CheckpointPath], fx.Node] = {}
+        self.written: dict[str, Written] = {}
+        self.shown: dict[fx.Node, Shown] = {}
+        self.node_of: dict[str, fx.Node] = {}
+        self.produced = produced
+
+    def _stored(self, tensor_id: str) -> str | None:
+        """The tensor itself, or the nearest one that it is a view of, if the plan keeps that in a narrow format."""
+        current: str | None = tensor_id
+        while current is not None:
+            if current in self.plan.storage_of:
+                return current if self.plan.storage_of[current] != AS_IS else None
+            current = self.base_of.get(current)
+        return None
+
+    def cell_of(self, stored: str, node: fx.Node) -> fx.Node:
+        """The cell of a tensor that is kept narrow; `node` is it or a view of it."""
+        key = (stored, self.path)
+        if key not in self.cells:
+            again = stored in self.plan.made_from_of
+            self.cells[key] = self._open_recipe(stored) if again else self._open(stored, self.value[node])
+        return self.cells[key]
+
+    def _open_recipe(self, stored: str) -> fx.Node:
+        """The recipe of a tensor that the plan has made again."""
+        made_from = self.plan.made_from_of[stored]
+        steps, values = recipe_of(stored, made_from, self.written, self.shown, self.produced, self._root_of)
+        cells = [self._cell_behind(v) for v in values]
+        return self.call(With(open_recipe, steps), (values, cells, self.value[self.node_of[stored]]))
+
+    def _cell_behind(self, value: fx.Node) -> fx.Node | None:
+        """The cell that keeps what a value shows; None where that is kept as it is."""
+        tensor = self.shown[value].tensor if value in self.shown else None
+        stored = None if tensor is None else self._stored(tensor)
+        if stored is None or tensor is None:
+            return None
+        if stored in self.plan.made_from_of:
+            raise PlanError(f"the plan has a tensor recomputed from {stored}, which is recomputed itself")
+        return self.cell_of(stored, self.node_of[tensor])
+
+    def _root_of(self, tensor_id: str) -> str:
+        while (base := self.base_of.get(tensor_id)) is not None:
+            tensor_id = base
+        return tensor_id
+
+    def _open(self, stored: str, value: fx.Node | None) -> fx.Node:
+        return self.call(With(open_cell, self.plan.storage_of[stored]), (value,))
+
+    def keep_narrow(self, op: OpNode, main: fx.Node, made: str | None) -> None:
+        """Let the op, written as `main`, keep in cells what the plan keeps narrow, its own result among it."""
+        cells, reads = [], []
+        with self.graph.inserting_before(main):
+            own = None if made is None else self._open(made, None)
+            for node, tensor_id in op.inputs:
+                stored = self._stored(tensor_id)
+                if stored is not None and stored not in self.plan.made_from_of:
+                    found = {self.value[node], *self.casts[node].values()}.intersection(main.all_input_nodes)
+                    reads += sorted(found)
+                    cells += [self.cell_of(stored, node)] * len(found)
+        if made is not None and own is not None:
+            self.cells[made, self.path] = own
+        if not cells and own is None:
+            return
+        function = main.target if callable(main.target) else Method(str(main.target))
+        main.op, main.args, main.kwargs, main.target = (
+            "call_function",
+            (own, tuple(cells), tuple(reads), main.args, main.kwargs),
+            {},
+            With(keeping, function),
+        )
