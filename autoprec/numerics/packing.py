@@ -80,12 +80,17 @@ def encode(x: Tensor, format_name: str, *, rowwise: bool = False) -> Packed:
         held = dtype_of(fmt.name) if has_dtype(fmt.name) else torch.uint8
         payload = torch.empty_like(x, dtype=held, requires_grad=False)
         for source, target in _pieces(x, payload, whole=rowwise):
-            # FP32 for FP16: a scale, a tensor on the device, would be rounded to FP16, where 2^16 is inf.
-            wide = source.float() if x.dtype is torch.float16 else source
-            inside = wide * scale  # the scale is such that nothing leaves the format but what is not finite
-            target.copy_(inside if has_dtype(fmt.name) else to_codes(rounded(inside.float().nan_to_num_(), fmt), fmt))
+            _fill(target, source, scale, fmt)
         inverse = torch.where(amax.isfinite(), 1.0 / scale, torch.full_like(amax, float("nan")))
         return Packed(payload.view(torch.uint8), inverse, fmt.name)
+
+
+def _fill(target: Tensor, source: Tensor, scale: Tensor, fmt: Format) -> None:
+    """A piece in a narrow format. A function of its own: nothing of one piece is there beside the next."""
+    # FP32 for FP16: a scale, a tensor on the device, would be rounded to FP16, where 2^16 is inf.
+    wide = source.float() if source.dtype is torch.float16 else source
+    inside = wide * scale  # the scale is such that nothing leaves the format but what is not finite
+    target.copy_(inside if has_dtype(fmt.name) else to_codes(rounded(inside.float().nan_to_num_(), fmt), fmt))
 
 
 def _pieces(x: Tensor, y: Tensor, *, whole: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
