@@ -46,6 +46,14 @@ class _GroupedLinear(torch.autograd.Function):
         spec: GemmSpec = ctx.spec
         read, weight = saved_operand(ctx)
         grad_x = grad_w = None
+        if ctx.needs_input_grad[1]:
+            g = spec.operand(spec.gradient(grad, spec.grad_weight), spec.grad_weight)
+            x = spec.operand(read, other_operand(spec.grad_weight))
+            with spec.computing(spec.grad_weight):
+                product = torch.stack([_wide_product(x[group].t(), g[group]) for group in ctx.groups])
+            grad_w = unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
+            del x, g, product
+        del read  # as in a linear: it need not be there beside the input's gradient
         if ctx.needs_input_grad[0]:
             g = spec.operand(spec.gradient(grad, spec.grad_input), spec.grad_input)
             w = spec.operand(weight, other_operand(spec.grad_input))
@@ -54,12 +62,6 @@ class _GroupedLinear(torch.autograd.Function):
                 for i, group in enumerate(ctx.groups):
                     torch.mm(g[group], w[i].t(), out=grad_x[group])
             grad_x = spec.product(grad_x, spec.grad_input).to(ctx.x_dtype)
-        if ctx.needs_input_grad[1]:
-            g = spec.operand(spec.gradient(grad, spec.grad_weight), spec.grad_weight)
-            x = spec.operand(read, other_operand(spec.grad_weight))
-            with spec.computing(spec.grad_weight):
-                product = torch.stack([_wide_product(x[group].t(), g[group]) for group in ctx.groups])
-            grad_w = unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
         return grad_x, grad_w, None, None, None, None
 
 
