@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autoprec.formats import other_operand
 from autoprec.numerics.double_backward import refuse_double_backward
-from autoprec.numerics.operands import read_operand, refuse_copies, save_operand, saved_operand, unscaled
+from autoprec.numerics.operands import begin, refuse_copies, saved_operand, unscaled
 from autoprec.numerics.packing import Packed
 from autoprec.numerics.products import GemmSpec
 from autoprec.numerics.remaking import Kept
@@ -30,9 +30,7 @@ class _GroupedLinear(torch.autograd.Function):
         offs: Tensor,
         spec: GemmSpec,
     ) -> Tensor:
-        ctx.spec, ctx.x_dtype, ctx.groups = spec, x.dtype, _groups(offs)
-        read = read_operand(x, operand, spec)
-        save_operand(ctx, read, weight, kept)
+        ctx.groups, read = _groups(offs), begin(ctx, x, weight, operand, kept, spec)
         rows, w = spec.operand(read, spec.output), spec.operand(weight, other_operand(spec.output))
         y = rows.new_zeros(x.shape[0], weight.shape[2])
         with spec.computing(spec.output):
@@ -89,10 +87,8 @@ class _BatchedLinear(torch.autograd.Function):
         kept: Kept | None,
         spec: GemmSpec,
     ) -> Tensor:
-        ctx.spec, ctx.x_dtype = spec, x.dtype
         ctx.bias_shape = None if bias is None else bias.shape
-        read = read_operand(x, operand, spec)
-        save_operand(ctx, read, weight, kept)
+        read = begin(ctx, x, weight, operand, kept, spec)
         rows, w = spec.operand(read, spec.output), spec.operand(weight, other_operand(spec.output))
         with spec.computing(spec.output):
             y = rows @ w if bias is None else torch.baddbmm(bias.to(spec.result).to(w.dtype), rows, w)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autoprec.formats import is_scaled, other_operand, result_format
 from autoprec.numerics.dtypes import dtype_of
-from autoprec.numerics.operands import read_operand, refuse_copies, save_operand, saved_operand, unscaled
+from autoprec.numerics.operands import begin, read_operand, refuse_copies, saved_operand, unscaled
 from autoprec.numerics.packing import Packed, decode
 from autoprec.numerics.products import GemmSpec, rows_times_rows
 from autoprec.numerics.remaking import Kept
@@ -90,9 +90,7 @@ class _Linear(torch.autograd.Function):
         kept: Kept | None,
         spec: GemmSpec,
     ) -> Tensor:
-        ctx.spec, ctx.x_dtype, ctx.has_bias = spec, x.dtype, bias is not None
-        read = read_operand(x, operand, spec)
-        save_operand(ctx, read, weight, kept)
+        ctx.has_bias, read = bias is not None, begin(ctx, x, weight, operand, kept, spec)
         # Detached, because torch lets nobody change a view in place that a custom function returns.
         return rows_times_rows(read, weight, spec.output, spec, spec.result, bias).detach()
 
@@ -149,9 +147,8 @@ class _Conv(torch.autograd.Function):
         spec: GemmSpec,
         options: ConvOptions,
     ) -> Tensor:
-        ctx.spec, ctx.x_dtype, ctx.has_bias, ctx.options = spec, x.dtype, bias is not None, options
-        read = read_operand(x, operand, spec)
-        save_operand(ctx, read, weight, kept)
+        ctx.has_bias, ctx.options = bias is not None, options
+        read = begin(ctx, x, weight, operand, kept, spec)
         w = spec.operand(weight, other_operand(spec.output))
         b = None if bias is None else bias.to(spec.result).to(w.dtype)
         x_read, o = spec.operand(read, spec.output), options

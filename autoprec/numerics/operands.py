@@ -13,7 +13,7 @@ from autoprec.numerics.packing import Packed
 from autoprec.numerics.products import GemmSpec
 from autoprec.numerics.remaking import Kept, Remade
 
-__all__ = ["read_operand", "refuse_copies", "save_operand", "saved_operand", "unscaled"]
+__all__ = ["begin", "read_operand", "refuse_copies", "saved_operand", "unscaled"]
 
 
 def read_operand(x: Tensor, operand: Packed | None, spec: GemmSpec) -> Tensor | Packed:
@@ -23,8 +23,17 @@ def read_operand(x: Tensor, operand: Packed | None, spec: GemmSpec) -> Tensor | 
     return spec.packed(x if operand is None else operand, spec.output)
 
 
-def save_operand(ctx: Any, read: Tensor | Packed, weight: Tensor, kept: Kept | None) -> None:
-    """Keep what was read, or what is kept instead."""
+def begin(
+    ctx: Any, x: Tensor, weight: Tensor, operand: Packed | None, kept: Kept | None, spec: GemmSpec
+) -> Tensor | Packed:
+    """The forward pass of a product with a parameter: what it reads; that, or what is kept instead, is saved."""
+    ctx.spec, ctx.x_dtype = spec, x.dtype
+    read = read_operand(x, operand, spec)
+    _save(ctx, read, weight, kept)
+    return read
+
+
+def _save(ctx: Any, read: Tensor | Packed, weight: Tensor, kept: Kept | None) -> None:
     saved = read if kept is None else kept
     ctx.kept_as, ctx.again = None, None
     if isinstance(saved, Remade):
