@@ -20,8 +20,8 @@ import autoprec
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.planner import ask, propose
 from autoprec.planning.problem import Problem
+from autoprec.planning.solutions import Solution
 from autoprec.planning.uniform import uniform_choice
-from autoprec.planning.values import Solution
 from tests.noise_study import Study, digits_study, language_study, text
 
 BATCHES = 16

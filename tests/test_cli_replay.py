@@ -14,8 +14,9 @@ from autoprec.errors import SolverError
 from autoprec.planning import brute_force, highs
 from autoprec.planning.cases import Case
 from autoprec.planning.replays import count_text, replay
+from autoprec.planning.solutions import Choice, Solution
 from autoprec.planning.solvers import SOLVERS, Solver
-from autoprec.planning.values import Choice, Problem, Solution
+from autoprec.planning.values import Problem
 from autoprec.serial import read_case, write_case, write_device, write_profile
 from tests.planning.planning_cases import random_case
 from tests.test_cli_why_not import made_case

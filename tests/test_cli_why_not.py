@@ -16,7 +16,8 @@ from autoprec.errors import InfeasibleError
 from autoprec.graphs import OpClass, Role, TensorKind
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.planner import make_plan
-from autoprec.planning.values import Choice, Problem
+from autoprec.planning.solutions import Choice
+from autoprec.planning.values import Problem
 from autoprec.plans import AS_IS, RECOMPUTED, Alternative, Plan
 from autoprec.policies import Policy
 from autoprec.serial import read_plan, write_plan

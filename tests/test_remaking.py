@@ -18,8 +18,8 @@ from autoprec.graphs import Role
 from autoprec.numerics import remaking
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.planner import ask, make_plan, propose
+from autoprec.planning.solutions import Solution
 from autoprec.planning.uniform import uniform_choice
-from autoprec.planning.values import Solution
 from autoprec.plans import RECOMPUTED, Assignment, Plan, Storage
 from autoprec.serial.values import read_plan, write_plan
 from tests import storage_study

@@ -16,8 +16,9 @@ import pytest
 from autoprec.errors import InputError
 from autoprec.planning.cases import Case
 from autoprec.planning.evaluator import evaluate
+from autoprec.planning.solutions import Choice
 from autoprec.planning.uniform import uniform_choice
-from autoprec.planning.values import Choice, Problem
+from autoprec.planning.values import Problem
 from autoprec.serial import read_case, write_case
 from tests.planning.planning_cases import random_case
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from autoprec.errors import SolverError
 from autoprec.planning.evaluator import evaluate
-from autoprec.planning.values import Choice, Problem, Solution
+from autoprec.planning.solutions import Choice, Solution
+from autoprec.planning.values import Problem
 
 __all__ = ["MOST_CHOICES", "all_choices", "choices_count", "smallest_peak", "solve"]
 

@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from autoprec.formats import other_operand, result_format
 from autoprec.planning.codes import of_format
-from autoprec.planning.values import Choice, Problem
+from autoprec.planning.solutions import Choice
+from autoprec.planning.values import Problem
 
 __all__ = ["Decisions"]
 

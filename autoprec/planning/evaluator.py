@@ -9,8 +9,9 @@ from typing import Self
 from autoprec.formats import held_as, is_scaled, other_operand, result_format
 from autoprec.graphs import Role
 from autoprec.planning.codes import bytes_of
-from autoprec.planning.values import Choice, Evaluation, Gemm, GradientNode, PlanTensor, Problem, Violation
-from autoprec.plans import RECOMPUTED
+from autoprec.planning.solutions import Choice, Evaluation
+from autoprec.planning.values import Gemm, GradientNode, PlanTensor, Problem
+from autoprec.plans import RECOMPUTED, Violation
 
 __all__ = ["SECONDARY", "TERTIARY", "Step", "evaluate", "holders", "judged", "objective_of"]
 

@@ -15,8 +15,9 @@ from autoprec.planning.evaluator import evaluate
 from autoprec.planning.linear import Linear
 from autoprec.planning.milp import OBJECTIVE_SCALE, Program
 from autoprec.planning.polish import polish
+from autoprec.planning.solutions import Choice, Evaluation, Solution
 from autoprec.planning.uniform import uniform_choice
-from autoprec.planning.values import Choice, Evaluation, Problem, Solution
+from autoprec.planning.values import Problem
 
 __all__ = ["smallest_peak", "solve"]
 

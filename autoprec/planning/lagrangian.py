@@ -19,7 +19,8 @@ from autoprec.planning.bundle import Ascent, Cut, ascend, priced
 from autoprec.planning.evaluator import TERTIARY, evaluate
 from autoprec.planning.recombining import Items, flips, islands, joined, take
 from autoprec.planning.relaxation import Limit, Prices, Relaxation, Totals
-from autoprec.planning.values import Problem, Solution
+from autoprec.planning.solutions import Solution
+from autoprec.planning.values import Problem
 
 __all__ = ["solve"]
 

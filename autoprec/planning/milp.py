@@ -26,7 +26,8 @@ from autoprec.planning.codes import bytes_of, copy_of, other_operand_of, owner, 
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
 from autoprec.planning.linear import Linear, Rows
 from autoprec.planning.liveness import demands
-from autoprec.planning.values import Choice, Gemm, PlanTensor, Problem, Unit
+from autoprec.planning.solutions import Choice
+from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit
 from autoprec.plans import RECOMPUTED
 
 __all__ = ["OBJECTIVE_SCALE", "Program"]

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from autoprec.planning.evaluator import Step, judged
-from autoprec.planning.values import Choice, Evaluation, Problem
+from autoprec.planning.solutions import Choice, Evaluation
+from autoprec.planning.values import Problem
 
 __all__ = ["Neighbours"]
 

@@ -16,9 +16,9 @@ from autoprec.planning.problem import build_problem, fixed_bytes
 from autoprec.planning.proposals import Proposals, Question, rivals, totals_of
 from autoprec.planning.reasons import bytes_text, violation_text
 from autoprec.planning.relaxing import what_to_change
+from autoprec.planning.solutions import Choice, Solution
 from autoprec.planning.solvers import LARGE, decisions_count, gap_for, solve
 from autoprec.planning.uniform import uniform_choice
-from autoprec.planning.values import Choice, Solution
 from autoprec.plans import Plan, Totals
 from autoprec.policies import Policy, parse_budget
 from autoprec.profiles import Profile

@@ -8,7 +8,8 @@ from functools import partial
 
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.neighbours import Neighbours
-from autoprec.planning.values import Choice, Problem, Solution
+from autoprec.planning.solutions import Choice, Solution
+from autoprec.planning.values import Problem
 
 __all__ = ["flips", "polish", "storage_flips", "tied_groups"]
 

@@ -13,8 +13,9 @@ from autoprec.planning.problem import Problem
 from autoprec.planning.reasons import Reason, Reasons, violation_text
 from autoprec.planning.regions import fp16_regions
 from autoprec.planning.roots import resolve_roots
+from autoprec.planning.solutions import Choice, Evaluation, Solution
 from autoprec.planning.uniform import uniform_choice
-from autoprec.planning.values import Choice, Evaluation, PlanTensor, Solution
+from autoprec.planning.values import PlanTensor
 from autoprec.plans import AS_IS, RECOMPUTED, Assignment, Contestant, Dropped, Plan, Region, Storage, Totals
 from autoprec.policies import Policy
 from autoprec.profiles import Profile

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from autoprec.planning.neighbours import Neighbours
 from autoprec.planning.options import goes_without_saying
 from autoprec.planning.polish import flips, storage_flips, tied_groups
-from autoprec.planning.values import Evaluation, Problem, Solution
+from autoprec.planning.solutions import Evaluation, Solution
+from autoprec.planning.values import Problem
 from autoprec.plans import AS_IS, Alternative, Dropped, Violation
 
 __all__ = ["Reason", "Reasons", "bytes_text", "seconds_text", "violation_text"]

@@ -22,9 +22,10 @@ from autoprec.planning.decisions import Decisions
 from autoprec.planning.elimination import Elimination, Tables
 from autoprec.planning.evaluator import TERTIARY
 from autoprec.planning.propagation import Propagation
+from autoprec.planning.solutions import Choice
 from autoprec.planning.tables import Group
 from autoprec.planning.tabulate import Tabulated
-from autoprec.planning.values import Choice, Problem
+from autoprec.planning.values import Problem
 
 __all__ = ["Limit", "Prices", "Relaxation", "Totals"]
 

@@ -13,8 +13,9 @@ from autoprec.planning.brute_force import choices_count
 from autoprec.planning.cases import Case
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.reasons import violation_text
+from autoprec.planning.solutions import Solution
 from autoprec.planning.solvers import SOLVERS, Solver
-from autoprec.planning.values import Problem, Solution
+from autoprec.planning.values import Problem
 
 __all__ = ["Attempt", "Replay", "count_text", "replay"]
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from autoprec.errors import SolverError
 from autoprec.planning import brute_force, highs, lagrangian
-from autoprec.planning.values import Problem, Solution
+from autoprec.planning.solutions import Solution
+from autoprec.planning.values import Problem
 
 __all__ = ["LARGE", "SOLVERS", "Solver", "decisions_count", "gap_for", "solve"]
 

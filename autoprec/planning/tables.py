@@ -6,7 +6,7 @@ it reads. Tables that read the same pattern are a `Group`: arrays [tables, entri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Copies", "Entries", "Group", "Held", "Noise", "Pattern", "Span"]
+__all__ = ["Copies", "Entries", "Group", "Held", "Noise", "Pattern", "Span", "summed"]
 
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
@@ -180,3 +180,11 @@ class Group:
             yield held.sizes[self._rows, entry], held.first, held.last
         if self.copies is not None:
             yield from self.copies.held(entry)
+
+
+def summed(there: Sequence[npt.NDArray[np.bool_]], amounts: _Floats) -> _Floats:
+    """Σ over formats that are there, of amounts [formats, tables]: [tables, entries]."""
+    total = np.zeros((amounts.shape[1], len(there[0])))
+    for amount, mine in zip(amounts, there, strict=True):  # no matrix product: its sums depend on threads
+        total += amount[:, None] * mine
+    return total

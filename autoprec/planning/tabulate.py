@@ -18,7 +18,7 @@ from autoprec.planning.codes import bytes_of, of_format
 from autoprec.planning.decisions import Decisions
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
 from autoprec.planning.propagation import Propagation
-from autoprec.planning.tables import Copies, Entries, Group, Held, Noise, Pattern, Span
+from autoprec.planning.tables import Copies, Entries, Group, Held, Noise, Pattern, Span, summed
 from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit, Use
 from autoprec.plans import RECOMPUTED
 
@@ -136,13 +136,6 @@ class Tabulated:
             if f in self.decisions.number:
                 found[self.decisions.number[f]] += amount / scale
         return found
-
-    def _sum(self, there: Sequence[npt.NDArray[np.bool_]], amounts: _Floats) -> _Floats:
-        """Σ over formats that are there, of amounts [formats, tables]: [tables, entries]."""
-        total = np.zeros((amounts.shape[1], len(there[0])))
-        for amount, mine in zip(amounts, there, strict=True):  # no matrix product: its sums depend on threads
-            total += amount[:, None] * mine
-        return total
 
     def _any(self, columns: Sequence[_Ints], count: int) -> list[npt.NDArray[np.bool_]]:
         """By format: entries in which one of the columns has it."""
@@ -305,7 +298,7 @@ class Tabulated:
                 cast = cast + self._cast(target, born, numel)
             seconds += np.where(there & (born != f), cast, 0.0)
         kept = self._any([c for c, copy in zip(savers, shared, strict=True) if copy == 0], entries.count)
-        saved = self._sum(kept, np.array(size))
+        saved = summed(kept, np.array(size))
         rounded = self._any([born, *readers, *own], entries.count)
         rounded = [there & (born != f) for f, there in enumerate(rounded)] if inherits else rounded
         spans = [Span(0, born, birth, birth)]
@@ -326,7 +319,7 @@ class Tabulated:
         sizes = {key: s for key, s in sizes.items() if s.any()}
         return self._group(
             scopes, entries, seconds / tables, saved / tables, held=tuple(held),
-            copies=Copies(tuple(spans), sizes), loss=self._sum(rounded, loss) / tables,
+            copies=Copies(tuple(spans), sizes), loss=summed(rounded, loss) / tables,
         )  # fmt: skip
 
     def _stores(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
@@ -357,7 +350,7 @@ class Tabulated:
         numel, then, place = figures[0], figures[1].astype(np.int64), figures[2].astype(np.int64)
         seconds = np.where(casts, self._cast(np.where(casts, kept, read), read, numel), 0.0)
         sizes = numel[:, None] * np.array(self._sizes, np.float64)[read] * casts
-        noise = self._sum(self._any([kept], entries.count), figures[3 : 3 + self._formats])
+        noise = summed(self._any([kept], entries.count), figures[3 : 3 + self._formats])
         return self._group(scopes, entries, seconds, held=(Held(sizes, then, then),), rounding=Noise(place, noise))
 
     # GEMMs and nodes
@@ -424,10 +417,10 @@ class Tabulated:
         there = kept >= 0 if stored else np.zeros(entries.count, np.bool_)
         n, row = self._formats, figures[0].astype(np.int64)
         arriving, read, narrow = (figures[1 + k * n : 1 + (k + 1) * n] for k in range(3))
-        amount = self._sum(self._any([made, g, self._result[g]], entries.count), arriving)
+        amount = summed(self._any([made, g, self._result[g]], entries.count), arriving)
         operands = [self._copy[own], made, self._beside[g], born]
-        amount += self._sum([f & ~there for f in self._any(operands, entries.count)], read)
-        amount += self._sum([f & there for f in self._any([kept], entries.count)], narrow)
+        amount += summed([f & ~there for f in self._any(operands, entries.count)], read)
+        amount += summed([f & there for f in self._any([kept], entries.count)], narrow)
         return self._group(scopes, entries, noise=Noise(row, amount))
 
     def _node(self, number: int, units: tuple[int, ...], local: tuple[tuple[str, float], ...]) -> None:
@@ -453,5 +446,5 @@ class Tabulated:
         columns = [entries.format(place) for place in places]
         columns = [self._result[c] for c in columns] + [c for c, mine in zip(columns, own, strict=True) if mine]
         there = self._any(columns, entries.count)
-        amount = self._sum(there, figures[1 : 1 + self._formats]) / tables
+        amount = summed(there, figures[1 : 1 + self._formats]) / tables
         return self._group(scopes, entries, rounding=Noise(figures[0].astype(np.int64), amount))

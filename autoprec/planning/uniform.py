@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from autoprec.formats import format_named
-from autoprec.planning.values import Choice, Problem
+from autoprec.planning.solutions import Choice
+from autoprec.planning.values import Problem
 
 __all__ = ["uniform_choice"]
 

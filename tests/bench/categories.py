@@ -25,7 +25,7 @@ from autoprec.execution.measuring import held_bytes, peak_bytes
 from autoprec.planning.evaluator import Step
 from autoprec.planning.problem import optimizer_bytes
 from autoprec.planning.proposals import Proposals
-from autoprec.planning.values import Choice
+from autoprec.planning.solutions import Choice
 from autoprec.plans import Plan
 from tests.bench.measure import Calibrated, calibrate, one_thread, train_on
 from tests.bench.workloads import chosen, conclude

@@ -30,8 +30,9 @@ from autoprec.planning.evaluator import evaluate
 from autoprec.planning.neighbours import Neighbours
 from autoprec.planning.polish import flips, tied_groups
 from autoprec.planning.proposals import Proposals
+from autoprec.planning.solutions import Choice, Evaluation, Solution
 from autoprec.planning.uniform import uniform_choice
-from autoprec.planning.values import Choice, Evaluation, Problem, Solution
+from autoprec.planning.values import Problem
 from autoprec.plans import Plan
 from tests.bench.measure import Calibrated, calibrate, one_thread
 from tests.bench.workloads import Workload, chosen, conclude

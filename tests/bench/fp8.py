@@ -22,8 +22,8 @@ from autoprec.devices import Datasheet
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.planner import ask, propose
 from autoprec.planning.roofline import modelled_device
+from autoprec.planning.solutions import Solution
 from autoprec.planning.uniform import uniform_choice
-from autoprec.planning.values import Solution
 from autoprec.policies import Policy
 from autoprec.serial import load_device
 from tests.bench.measure import Calibrated, calibrate, one_thread

@@ -13,8 +13,9 @@ import numpy as np
 
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.polish import flips, tied_groups
+from autoprec.planning.solutions import Choice, Solution
 from autoprec.planning.uniform import uniform_choice
-from autoprec.planning.values import Choice, Problem, Solution
+from autoprec.planning.values import Problem
 from tests.bench.measure import Calibrated, calibrate, live_peak, one_thread
 from tests.bench.workloads import chosen
 

@@ -22,8 +22,8 @@ import autoprec
 from autoprec.graphs import OpClass, Role
 from autoprec.numerics.dtypes import dtype_of
 from autoprec.planning.evaluator import evaluate
+from autoprec.planning.solutions import Solution
 from autoprec.planning.uniform import uniform_choice
-from autoprec.planning.values import Solution
 from autoprec.plans import Plan
 from tests.bench.measure import Calibrated, calibrate, one_thread
 from tests.bench.workloads import PLAIN_RECURRENT, WORKLOADS

@@ -10,7 +10,8 @@ import pytest
 from autoprec.planning import neighbours
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.neighbours import Neighbours
-from autoprec.planning.values import Choice, Evaluation, Problem
+from autoprec.planning.solutions import Choice, Evaluation
+from autoprec.planning.values import Problem
 from tests.planning.planning_cases import random_case
 from tests.planning.test_solvers import random_choice
 

@@ -9,8 +9,9 @@ import pytest
 
 from autoprec.graphs import OpClass, OpGraph, Role, TensorKind
 from autoprec.planning.evaluator import evaluate
+from autoprec.planning.solutions import Choice
 from autoprec.planning.uniform import uniform_choice
-from autoprec.planning.values import Choice, Problem
+from autoprec.planning.values import Problem
 from tests.planning.planning_cases import Case, Maker, histogram, modelled_device, plan_of, policy
 
 SCORES = "m:matmul#1"

@@ -19,7 +19,8 @@ from autoprec.planning.evaluator import evaluate
 from autoprec.planning.propagation import Propagation
 from autoprec.planning.recombining import Items, effects, flips, islands, joined
 from autoprec.planning.relaxation import Limit, Relaxation
-from autoprec.planning.values import Problem, Solution, Use
+from autoprec.planning.solutions import Solution
+from autoprec.planning.values import Problem, Use
 from tests.planning.planning_cases import random_case
 from tests.planning.test_solvers import prices_say
 from tests.planning.transformers import transformer_problem

@@ -15,7 +15,8 @@ from autoprec.planning import brute_force, evaluator, highs, lagrangian
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.linear import Linear
 from autoprec.planning.milp import OBJECTIVE_SCALE, Program
-from autoprec.planning.values import Choice, Problem, Saver, Solution
+from autoprec.planning.solutions import Choice, Solution
+from autoprec.planning.values import Problem, Saver
 from tests.planning.planning_cases import Case, random_case
 
 CASES = 300
