@@ -29,7 +29,7 @@ def test_what_is_kept_narrow_costs_about_what_is_predicted(pairs: list[storage_s
     assert len(pairs) >= 20
     pointwise = [p for p in pairs if p.kinds in ("gelu", "tanh", "exp+mul", "softplus", "mul+silu")]
     attention = [p for p in pairs if "attention" in p.kinds]
-    assert len(pointwise) >= 8 and len(attention) >= 8
+    assert len(pointwise) >= 8 and len(attention) == 12
     assert ratios_of(pairs).min() >= 0.2
     assert 0.5 <= np.median(ratios_of(pointwise)) <= 3.0
     assert 0.5 <= np.median(ratios_of(attention)) <= 2.5 and ratios_of(attention).max() <= 5.0
