@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from autoprec.checks import check_choice
 from autoprec.devices import Device
 from autoprec.errors import InputError
+from autoprec.execution.lowering import BACKENDS, Backend
 from autoprec.plans import Plan
 from autoprec.policies import Policy
 from autoprec.serial import load_policy, read_plan
@@ -32,6 +34,7 @@ def compile(
     loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
     device: Device | None = None,
     events: str | Path | None = EVENTS_FILE,
+    backend: Backend = "eager",
 ) -> M:
     """Schedule the precision of each layer of `model` while it trains. Returns the same object.
 
@@ -48,6 +51,7 @@ def compile(
         loss_fn: `loss_fn(model, batch)` returns the scalar to differentiate.
         device: timings measured before, so that nothing is timed again.
         events: JSON-lines file that events are appended to; None for no file.
+        backend: "eager" runs the rewritten graphs as they are, "inductor" through torch's compiler.
 
     Raises:
         InputError: an argument is not valid, or the model is compiled already.
@@ -59,6 +63,7 @@ def compile(
         raise InputError(
             f"this {type(model).__name__} is compiled already; autoprec.unwrap(model) (or drop model.compile()) first"
         )
+    check_choice(backend, BACKENDS, "backend", InputError)
     if (batches is None) != (loss_fn is None):
         raise InputError("batches= and loss_fn= belong together: give both, or neither to calibrate in your own loop")
     if plan is not None and (batches is not None or budget is not None):
@@ -71,6 +76,7 @@ def compile(
         plan=chosen,
         device=device,
         events_path=None if events is None else Path(events),
+        backend=backend,
     )
     if batches is not None and loss_fn is not None:
         try:

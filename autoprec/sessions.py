@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ from autoprec.errors import InputError, NonFiniteError, NotCapturedError
 from autoprec.events import EventLog
 from autoprec.execution import dispatch
 from autoprec.execution.attribution import investigate
-from autoprec.execution.replay import CallRecord, in_backward, keep_gradient, record_call
+from autoprec.execution.lowering import Backend, Lowering
+from autoprec.execution.replay import CallRecord, in_backward, keep_gradients, record_call
 from autoprec.execution.slots import Slot
 from autoprec.execution.stepping import StepGuard
 from autoprec.execution.tournament import Tournament
@@ -60,6 +60,7 @@ class Session:
         policy: what was asked for.
         plan: what runs now; None while calibrating.
         steps: optimizer steps completed, bad ones not counted.
+        lowering: how graphs run, and what was compiled for it.
         step_was_skipped: whether the last step was vetoed; for learning-rate schedulers.
     """
 
@@ -72,9 +73,12 @@ class Session:
         plan: Plan | None,
         device: Device | None,
         events_path: Path | None,
+        backend: Backend = "eager",
     ) -> None:
         self._model = weakref.ref(model)
-        self.policy = policy if budget is None else policy.replaced(budget=budget)
+        self.lowering = Lowering(backend)
+        asked = policy if budget is None else policy.replaced(budget=budget)
+        self.policy = refusals.without_switches(asked, backend, plan)
         self.plan = plan
         self._given_plan = plan is not None
         self._log = EventLog(events_path)
@@ -193,7 +197,8 @@ class Session:
                 self._sites = SiteRegister()
                 self._slots.clear()
         binding = bind(template, arguments, self._names, buffer_names, self._sites)
-        slot = Slot(binding=binding, trains=any(self._parameters[f].requires_grad for f in binding.parameters.values()))
+        trains = any(self._parameters[f].requires_grad for f in binding.parameters.values())
+        slot = Slot(binding=binding, trains=trains, lowering=self.lowering)
         slot.adopt(self.plan, self._device_type)
         late = refusals.unplanned(binding, self.graph) if self.plan and self.graph and slot.trains else ""
         if late:
@@ -216,10 +221,7 @@ class Session:
         if self.calibrating and (told := self._provisional.weigh(slot, arguments, self._guard.optimizer_bytes)):
             self._log.add_once(self.steps, "warning", trigger="memory", evidence=told)
         outputs = self._observed.run(slot, arguments)
-        keeper = partial(keep_gradient, record, self._guard.covered, slot.binding.parameters)
-        for i, y in enumerate(outputs if isinstance(outputs, (tuple, list)) else (outputs,)):
-            if isinstance(y, Tensor) and y.requires_grad and not y.is_leaf:
-                y.register_hook(partial(keeper, i))
+        keep_gradients(record, outputs, self._guard.covered, slot.binding.parameters)
         return outputs
 
     def _begin_step(self) -> None:
@@ -343,7 +345,7 @@ class Session:
 
         Raises `InputError` if nothing was observed yet, `InfeasibleError` if no plan keeps the budgets.
         """
-        tournament = Tournament(self._calls, self._guard.buffers.values(), self._device_type)
+        tournament = Tournament(self._calls, self._guard.buffers.values(), self._device_type, self.lowering)
         plan = self._scheduler.first_plan(self._guard.optimizer_bytes, tournament)
         self._adopt(plan)
         self._event("planned", evidence=f"{', '.join(plan.formats_used()) or 'fp32'}; binding: {plan.binding}")

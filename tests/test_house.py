@@ -52,7 +52,9 @@ TORCH_FROM = 3
 PRIVATE_TORCH = {
     "torch._dynamo": "the recompile and RNN switches, the only door to Dynamo's configuration",
     "torch._subclasses": "fake tensors: what an FP32 step would hold, told before there is one",
-    "torch._guards": "the mode of fake tensors in force, so that a recorder tells its own from others",
+    "torch._guards": "the mode of fake tensors in force, so that a recorder tells its own; compiling under it",
+    "torch._inductor": "the compiler itself, and its switches for rounding and random numbers",
+    "torch._functorch": "the partitioner that decides what a compiled graph keeps, and the switch of its cache",
     "torch._ops": "the type of higher-order operators in captured graphs",
     "torch._C": "the first profiler's allocations; saved-tensor hooks; is a backward pass or transform running",
     "torch.utils._python_dispatch": "a selective checkpoint counts ops, and the observer's must not be among them",

@@ -54,7 +54,7 @@ def observed(model: nn.Module, batches: list[Tensor], loss=loss_of, policy="bala
 
 
 def tournament_of(session) -> Tournament:
-    return Tournament(session._calls, session._guard.buffers.values(), "cpu")
+    return Tournament(session._calls, session._guard.buffers.values(), "cpu", session.lowering)
 
 
 def plans_of(session, **changes) -> dict[str, Plan]:
@@ -177,7 +177,8 @@ def test_micro_batches_replay_the_last_and_pieces_replay_together() -> None:
         loss_of(model, torch.randn(8, 16)).backward()
         assert len(session._calls) == 1
         calls += session._calls
-    tournament = Tournament(calls, session._guard.buffers.values(), "cpu")  # CUDA's sessions still have them all
+    # CUDA's sessions still have them all.
+    tournament = Tournament(calls, session._guard.buffers.values(), "cpu", session.lowering)
     assert tournament._calls == calls[-1:]
 
     broken = Transformer(width=32, depth=2, vocabulary=64, graph_break=True)

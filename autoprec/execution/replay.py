@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ __all__ = [
     "Offence",
     "first_offence",
     "in_backward",
-    "keep_gradient",
+    "keep_gradients",
     "record_call",
     "shadow",
     "shadow_arguments",
@@ -65,12 +66,19 @@ class Offence:
     amax: float
 
 
-def keep_gradient(record: CallRecord, covered: set[str], parameters: Mapping[Any, str], index: int, g: Tensor) -> None:
-    """A gradient enters an output of a captured graph, in the first backward pass through it or in a later one."""
-    if not record.output_gradients:
-        record.returned = next(_ticks)
-    record.output_gradients[index] = g
-    covered.update(parameters.values())
+def keep_gradients(record: CallRecord, outputs: Any, covered: set[str], parameters: Mapping[Any, str]) -> None:
+    """Note the gradients that will enter the outputs of a call, in the first backward pass through it or in a later
+    one, and that its parameters are covered then."""
+
+    def keep(index: int, g: Tensor) -> None:
+        if not record.output_gradients:
+            record.returned = next(_ticks)
+        record.output_gradients[index] = g
+        covered.update(parameters.values())
+
+    for i, y in enumerate(outputs if isinstance(outputs, (tuple, list)) else (outputs,)):
+        if isinstance(y, Tensor) and y.requires_grad and not y.is_leaf:
+            y.register_hook(partial(keep, i))
 
 
 def in_backward() -> bool:

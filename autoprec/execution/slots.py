@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from autoprec.execution.checking import CheckingInterpreter
+from autoprec.execution.lowering import Lowering, Runner
 from autoprec.plans import Plan
 from autoprec.rewriting.rewrite import Rewritten, rewrite
 from autoprec.tracing.bindings import Binding
@@ -18,45 +18,51 @@ __all__ = ["Slot"]
 
 @dataclass(eq=False)
 class Slot:
-    """A bound template and its executable.
+    """A bound template and what runs for it.
 
     Attributes:
         binding: the captured graph and its owner's names.
         trains: whether a parameter of it is trainable.
+        lowering: how graphs are made to run.
         plan: what `rewritten` was made from; None runs the captured graph itself.
-        executed: op id → format of its result, as seen at the first run of the rewritten graph.
+        rewritten: the graph under the plan, None where that changes nothing.
+        runner: what is called.
         calls: how often it ran.
     """
 
     binding: Binding
     trains: bool
+    lowering: Lowering
     plan: Plan | None = None
     rewritten: Rewritten | None = None
-    executed: dict[str, str] = field(default_factory=dict)
+    runner: Runner = field(init=False)
     calls: int = 0
-    _checked: bool = False
+
+    def __post_init__(self) -> None:
+        self.runner = self.lowering.runs(self.binding, None, None)
 
     def adopt(self, plan: Plan | None, device_type: str) -> None:
         """Run `plan` from the next call on; the identity plan runs the captured graph itself."""
-        self.plan, self.rewritten, self._checked = plan, None, False
+        self.plan, self.rewritten = plan, None
         if plan is not None and not plan.is_identity:
             self.rewritten = rewrite(self.binding, plan, device_type)
+        self.runner = self.lowering.runs(self.binding, plan, self.rewritten)
 
     @property
     def module(self) -> fx.GraphModule:
-        """The graph that runs."""
+        """The graph that runs, before it is lowered."""
         return self.binding.template.module if self.rewritten is None else self.rewritten.module
 
     @property
     def origin(self) -> Mapping[fx.Node, fx.Node]:
-        """The flat node that each node that runs stands for."""
+        """The flat node that each node of the graph stands for."""
         return self.binding.template.flat.origin if self.rewritten is None else self.rewritten.origin
 
+    @property
+    def executed(self) -> Mapping[str, str]:
+        """Op id → format of its result, as seen when the rewritten graph first ran."""
+        return self.runner.executed
+
     def run(self, arguments: Sequence[Any]) -> Any:
-        """Run it; the first run of a rewritten graph is checked against the plan."""
-        if self.rewritten is None or self._checked or self.plan is None:
-            return self.module.forward(*arguments)
-        checking = CheckingInterpreter(self.rewritten, self.binding, self.plan)
-        result = checking.run(*arguments)
-        self._checked, self.executed = True, checking.executed
-        return result
+        """Run it."""
+        return self.runner(*arguments)

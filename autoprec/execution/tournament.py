@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from autoprec.execution.lowering import Lowering, Runner
 from autoprec.execution.measuring import peak_bytes
 from autoprec.execution.replay import CallRecord, shadow, shadow_arguments
 from autoprec.plans import Plan
@@ -59,9 +60,11 @@ class Outcome:
 class Tournament:
     """A recorded step, to be run again as often as there are contestants."""
 
-    def __init__(self, calls: Iterable[CallRecord], buffers: Mapping[int, Tensor], device_type: str) -> None:
+    def __init__(
+        self, calls: Iterable[CallRecord], buffers: Mapping[int, Tensor], device_type: str, lowering: Lowering
+    ) -> None:
         self._calls = _last_batch([c for c in calls if c.output_gradients])
-        self._buffers, self._device = buffers, torch.device(device_type)
+        self._buffers, self._device, self._lowering = buffers, torch.device(device_type), lowering
 
     @property
     def empty(self) -> bool:
@@ -70,7 +73,7 @@ class Tournament:
 
     def run(self, plans: Mapping[str, Plan]) -> dict[str, Outcome]:
         """Every plan: once to compare, once for its peak, and in turn with the others for its seconds."""
-        modules: dict[str, list[nn.Module]] = {}
+        modules: dict[str, list[Runner]] = {}
         outcomes: dict[str, Outcome] = {}
         for name, plan in plans.items():
             try:
@@ -93,12 +96,11 @@ class Tournament:
             )
         return outcomes
 
-    def _lowered(self, call: CallRecord, plan: Plan) -> nn.Module:
-        if plan.is_identity:
-            return call.binding.template.module
-        return rewrite(call.binding, plan, self._device.type).module
+    def _lowered(self, call: CallRecord, plan: Plan) -> Runner:
+        rewritten = None if plan.is_identity else rewrite(call.binding, plan, self._device.type)
+        return self._lowering.runs(call.binding, plan, rewritten)
 
-    def _timed(self, modules: Mapping[str, Sequence[nn.Module]]) -> dict[str, list[float]]:
+    def _timed(self, modules: Mapping[str, Sequence[Runner]]) -> dict[str, list[float]]:
         taken: dict[str, list[float]] = {name: [] for name in modules}
         order, shuffle = list(modules), random.Random(0).shuffle
         rounds, begin = 0, time.perf_counter()
@@ -120,10 +122,10 @@ class Tournament:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _peak(self, lowered: Sequence[nn.Module]) -> int:
+    def _peak(self, lowered: Sequence[Runner]) -> int:
         return peak_bytes(_Replay(self._calls, lowered, self._buffers).run, self._device)
 
-    def _compared(self, lowered: Sequence[nn.Module]) -> Outcome:
+    def _compared(self, lowered: Sequence[Runner]) -> Outcome:
         step = _Replay(self._calls, lowered, self._buffers, look=True)
         step.run()
         if step.nonfinite:
@@ -147,7 +149,7 @@ class _Replay:
     def __init__(
         self,
         calls: Sequence[CallRecord],
-        lowered: Sequence[nn.Module],
+        lowered: Sequence[Runner],
         buffers: Mapping[int, Tensor],
         *,
         look: bool = False,

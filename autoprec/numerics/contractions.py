@@ -3,6 +3,7 @@ weight for each, and every einsum of two operands. Convolutions and experts besi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -139,7 +140,7 @@ def _matrices(x: Tensor, how: Contraction) -> Tensor:
     if not how.batch:
         return x
     batches = len(how.batch)
-    return x.reshape(x.shape[:batches].numel(), x.shape[batches:-1].numel(), x.shape[-1])
+    return x.reshape(math.prod(x.shape[:batches]), math.prod(x.shape[batches:-1]), x.shape[-1])
 
 
 def weighted_product(

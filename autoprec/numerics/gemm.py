@@ -7,6 +7,7 @@ layer whose output is computed in FP8 keeps the FP8 copy of its input that it re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from autoprec.formats import is_scaled, other_operand, result_format
+from autoprec.numerics.compilers import is_traced
 from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.operands import begin, read_operand, refuse_copies, saved_operand, unscaled
 from autoprec.numerics.packing import Packed, decode
@@ -51,7 +53,7 @@ class ConvOptions:
 
 def rows_of(x: Tensor) -> Tensor:
     """All leading dimensions as one: (…, n) → (rows, n), also where n or the number of rows is 0."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 #: Elements of a narrow tensor that are summed at a time: few enough for the caches, enough for torch to be busy
@@ -71,7 +73,7 @@ def _channel_sums(grad: Tensor, fmt: str) -> Tensor:
         return grad.sum(dims)
     rows = max(1, _SUMMED_AT_ONCE // max(1, grad[:1].numel())) if on_cpu else grad.shape[0]
     wide = torch.promote_types(grad.dtype, torch.float32)
-    if grad.dtype is wide or grad.shape[0] <= rows:
+    if grad.dtype is wide or is_traced(grad) or grad.shape[0] <= rows:
         return grad.sum(dims, dtype=wide)
     total = grad.new_zeros(grad.shape[1], dtype=wide)
     for part in grad.split(rows):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from autoprec.numerics.compilers import hooks_in_graph, saved_for_backward
 from autoprec.numerics.packing import Packed, decode, encode
 
 __all__ = ["Cell", "keep_in", "keeping", "open_cell"]
@@ -22,8 +23,8 @@ class Cell:
     """The narrow copies of one tensor: of its memory, and of that of its casts, each made when it is first kept. A cast
     of a part has a scale of its own."""
 
-    def __init__(self, storage: str) -> None:
-        self._storage = storage
+    def __init__(self, storage: str, tensor: str = "") -> None:
+        self.storage, self.tensor = storage, tensor
         self._numel = -1
         self._made: list[tuple[StorageWeakRef, Packed]] = []
 
@@ -38,16 +39,31 @@ class Cell:
         numel = memory.nbytes() // x.element_size()
         if not x.numel() or numel > self._numel:
             return None
-        for reference, packed in self._made:
-            if reference.cdata == memory._cdata and not reference.expired():
-                return _seen_as(packed, x)
-        packed = encode(x.detach().as_strided((numel,), (1,), 0), self._storage)
-        self._made.append((StorageWeakRef(memory), packed))
-        return _seen_as(packed, x)
+        with saved_for_backward(self.tensor):
+            for reference, packed in self._made:
+                if reference.cdata == memory._cdata and not reference.expired():
+                    return _seen_as(packed, x)
+            packed = _encode_memory(x.detach(), numel, self.storage)
+            self._made.append((StorageWeakRef(memory), packed))
+            return _seen_as(packed, x)
+
+
+def _encode_memory(x: Tensor, numel: int, storage: str) -> Packed:
+    """The narrow copy of the memory, of so many elements, that `x` shows; of `x`'s shape where that is all of it."""
+    if x.numel() == numel:
+        if x.is_contiguous():
+            return encode(x, storage)
+        order = sorted(range(x.dim()), key=x.stride, reverse=True)
+        if (dense := x.permute(order)).is_contiguous():
+            packed = encode(dense, storage)
+            return packed._replace(payload=packed.payload.permute([order.index(d) for d in range(x.dim())]))
+    return encode(x.as_strided((numel,), (1,), 0), storage)
 
 
 def _seen_as(packed: Packed, x: Tensor) -> Packed:
     """The part of a narrow copy of a memory that `x` shows of the memory; repeated elements are there once."""
+    if packed.payload.shape == x.shape and packed.payload.stride() == x.stride():
+        return packed
     sizes = [1 if stride == 0 else size for size, stride in zip(x.shape, x.stride(), strict=True)]
     return packed._replace(payload=packed.payload.as_strided(sizes, x.stride(), x.storage_offset()))
 
@@ -110,7 +126,7 @@ def keeping(
     def unpack(kept: Any) -> Tensor:
         return kept.read(outer_unpack) if isinstance(kept, _Kept) else outer_unpack(kept)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with hooks_in_graph(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         result = function(*args, **kwargs)
     if own is not None:
         own.stands_for(result)
@@ -126,9 +142,9 @@ def _as_it_is(x: Any) -> Any:
     return x
 
 
-def open_cell(x: Tensor | None, storage: str) -> Cell:
-    """A cell for a tensor, or for one that is still to be made."""
-    cell = Cell(storage)
+def open_cell(x: Tensor | None, storage: str, tensor: str = "") -> Cell:
+    """A cell for a tensor, or for one that is still to be made; `tensor` is its name, for compilers."""
+    cell = Cell(storage, tensor)
     if x is not None:
         cell.stands_for(x)
     return cell
@@ -139,4 +155,5 @@ def keep_in(cell: Cell, x: Tensor, storage: str) -> Packed | None:
     come."""
     if not torch.is_grad_enabled():
         return None
-    return cell.part(x) or encode(x, storage)
+    with saved_for_backward(cell.tensor):
+        return cell.part(x) or encode(x, storage)

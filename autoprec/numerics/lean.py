@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autoprec.numerics.compilers import is_traced
 from autoprec.numerics.double_backward import refuse_double_backward
 from autoprec.numerics.packing import pack_bits, unpack_bits
 
@@ -25,6 +26,8 @@ _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _is_not_zero(x: Tensor) -> Tensor:
     """Where x is neither 0 nor −0; NaN is not."""
+    if is_traced(x):
+        return x != 0
     return (x.view(_INTEGER[x.element_size()]) << 1).bool()
 
 
@@ -34,6 +37,8 @@ class _Masked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bits: Tensor) -> Tensor:
         ctx.save_for_backward(bits)
+        if is_traced(x):
+            return torch.where(unpack_bits(bits, x.shape), x, 0.0)
         integer = _INTEGER[x.element_size()]
         mask = unpack_bits(bits, x.shape).to(integer).neg_()
         return mask.bitwise_and_(x.contiguous().view(integer)).view(x.dtype)
@@ -124,7 +129,8 @@ def attention(
     is computed once more in the backward pass."""
     options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     unfused = dropout_p > 0.0 or (attn_mask is not None and attn_mask.requires_grad)
-    if query.is_cuda or not unfused or not torch.is_grad_enabled():
+    # A compiler makes the random numbers of both passes itself.
+    if query.is_cuda or is_traced(query) or not unfused or not torch.is_grad_enabled():
         return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)  # type: ignore[arg-type]
     result = _Attention.apply(query, key, value, attn_mask, options)
     assert isinstance(result, Tensor)

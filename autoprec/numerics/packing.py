@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from autoprec.formats import Format, format_named
+from autoprec.numerics.compilers import is_traced, made_in_backward
 from autoprec.numerics.dtypes import dtype_of, has_dtype
 from autoprec.numerics.rounding import from_codes, rounded, to_codes
 
@@ -35,7 +36,8 @@ class Packed(NamedTuple):
     """A tensor in a narrow format.
 
     Attributes:
-        payload: bytes of the tensor's shape; in BF16 and FP16 the rounded tensor.
+        payload: bytes of the tensor's shape; in BF16 and FP16 the rounded tensor. While a compiler traces, in torch's
+            dtype for the format, if it has one.
         inverse_scale: 2^-a, float32; 0-dim, or (…, 1) for a scale per row. None for formats without a scale.
         format: its name.
     """
@@ -60,7 +62,8 @@ def _scale_of(amax: Tensor, fmt: Format) -> Tensor:
     mantissa, exponent = torch.frexp(amax)
     most, most_log2 = math.frexp(fmt.max_value)
     a = most_log2 - exponent - (mantissa > most).to(torch.int32)
-    scale = torch.ldexp(torch.ones_like(amax), a.clamp(-126, 126))
+    # Its bits; a compiler's powers of two need not be exact.
+    scale = ((a.clamp(-126, 126) + 127) << 23).view(torch.float32)
     return torch.where((amax > 0) & amax.isfinite(), scale, torch.ones_like(amax))
 
 
@@ -77,20 +80,32 @@ def encode(x: Tensor, format_name: str, *, rowwise: bool = False) -> Packed:
             return Packed(x.to(dtype_of(fmt.name)), None, fmt.name)
         amax = amax_of(x, rowwise=rowwise)
         scale = _scale_of(amax, fmt)
+        inverse = torch.where(amax.isfinite(), 1.0 / scale, torch.full_like(amax, float("nan")))
+        if is_traced(x):
+            return Packed(_narrow(x, scale, fmt), inverse, fmt.name)
         held = dtype_of(fmt.name) if has_dtype(fmt.name) else torch.uint8
         payload = torch.empty_like(x, dtype=held, requires_grad=False)
         for source, target in _pieces(x, payload, whole=rowwise):
-            _fill(target, source, scale, fmt)
-        inverse = torch.where(amax.isfinite(), 1.0 / scale, torch.full_like(amax, float("nan")))
+            target.copy_(_inside(source, scale, fmt))
         return Packed(payload.view(torch.uint8), inverse, fmt.name)
 
 
-def _fill(target: Tensor, source: Tensor, scale: Tensor, fmt: Format) -> None:
-    """A piece in a narrow format. A function of its own: nothing of one piece is there beside the next."""
+def _inside(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
+    """What is rounded to a torch dtype, or the codes of a format that is none. The scale is such that nothing leaves
+    the format but what is not finite. A function of its own: nothing of one piece is there beside the next."""
     # FP32 for FP16: a scale, a tensor on the device, would be rounded to FP16, where 2^16 is inf.
-    wide = source.float() if source.dtype is torch.float16 else source
-    inside = wide * scale  # the scale is such that nothing leaves the format but what is not finite
-    target.copy_(inside if has_dtype(fmt.name) else to_codes(rounded(inside.float().nan_to_num_(), fmt), fmt))
+    inside = (x.float() if x.dtype is torch.float16 else x) * scale
+    return inside if has_dtype(fmt.name) else to_codes(rounded(inside.float().nan_to_num_(), fmt), fmt)
+
+
+def _narrow(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
+    """The whole tensor's payload, for a compiler, which makes pieces itself. In torch's dtype, because compilers take
+    what is only looked at in another way for nothing, and the marks on it with it."""
+    inside = _inside(x, scale, fmt)
+    if not has_dtype(fmt.name):
+        return inside
+    # What is not finite becomes NaN by the scale, whatever a compiler's cast makes of it.
+    return inside.clamp(-fmt.max_value, fmt.max_value).to(dtype_of(fmt.name))
 
 
 def _pieces(x: Tensor, y: Tensor, *, whole: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
@@ -105,6 +120,9 @@ def _pieces(x: Tensor, y: Tensor, *, whole: bool = False) -> Iterator[tuple[Tens
 def decode(packed: Packed, dtype: torch.dtype) -> Tensor:
     """What was packed, in `dtype` (float32, bfloat16 or float16): exact where that has the numbers, else rounded."""
     fmt = format_named(packed.format)
+    if is_traced(packed.payload):
+        with made_in_backward():
+            return _decoded(packed, fmt, dtype)
     if packed.inverse_scale is None:
         return packed.payload.to(dtype)
     if dtype is torch.bfloat16:
@@ -116,6 +134,14 @@ def decode(packed: Packed, dtype: torch.dtype) -> Tensor:
         else:  # 2^-a can be below FP16's smallest number
             target.copy_(_unscaled(source, fmt).float().mul_(packed.inverse_scale))
     return out
+
+
+def _decoded(packed: Packed, fmt: Format, dtype: torch.dtype) -> Tensor:
+    """`decode` for a compiler, which has casts from all of torch's dtypes that are as fast as any."""
+    if packed.inverse_scale is None:
+        return packed.payload.to(dtype)
+    values = packed.payload.float() if has_dtype(fmt.name) else from_codes(packed.payload, fmt)
+    return (values * packed.inverse_scale).to(dtype)
 
 
 def _unscaled(payload: Tensor, fmt: Format) -> Tensor:
@@ -132,16 +158,43 @@ def pack_bits(mask: Tensor) -> Tensor:
     """A boolean tensor as bytes, eight elements each, big end first; shape (ceil(n/8),)."""
     flat = mask.reshape(-1)
     if flat.device.type == "cpu":
-        return torch.from_numpy(np.packbits(flat.numpy()))
+        return _pack_on_cpu(flat)
     padded = torch.nn.functional.pad(flat.to(torch.uint8), (0, -flat.numel() % 8)).view(-1, 8)
-    weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=flat.device)
-    return (padded * weights).sum(1, dtype=torch.uint8)
+    return (padded << _shifts(flat)).sum(1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor, shape: torch.Size) -> Tensor:
     """The boolean tensor of `shape` that `pack_bits` was given."""
-    count = shape.numel()
+    count = math.prod(shape)  # `numel` would fix a size that a compiler holds for a symbol
     if packed.device.type == "cpu":
-        return torch.from_numpy(np.unpackbits(packed.numpy(), count=count)).view(torch.bool).view(shape)
-    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
-    return ((packed[:, None] >> shifts) & 1).reshape(-1)[:count].to(torch.bool).view(shape)
+        return _unpack_on_cpu(packed, count).view(shape)
+    return ((packed[:, None] >> _shifts(packed)) & 1).reshape(-1)[:count].to(torch.bool).view(shape)
+
+
+def _shifts(like: Tensor) -> Tensor:
+    return torch.arange(7, -1, -1, dtype=torch.uint8, device=like.device)
+
+
+def _pack_on_cpu(flat: Tensor) -> Tensor:
+    return _traced_pack(flat) if is_traced(flat) else torch.from_numpy(np.packbits(flat.numpy()))
+
+
+def _unpack_on_cpu(packed: Tensor, count: int) -> Tensor:
+    if is_traced(packed):
+        return _traced_unpack(packed, count)
+    return torch.from_numpy(np.unpackbits(packed.numpy(), count=count)).view(torch.bool)
+
+
+@torch.library.custom_op("autoprec::pack_bits", mutates_args=(), device_types="cpu")
+def _traced_pack(flat: Tensor) -> Tensor:
+    """The same as one op of a compiled graph: numpy is faster than what compilers make of shifts and sums."""
+    return _pack_on_cpu(flat)
+
+
+@torch.library.custom_op("autoprec::unpack_bits", mutates_args=(), device_types="cpu")
+def _traced_unpack(packed: Tensor, count: int) -> Tensor:
+    return _unpack_on_cpu(packed, count)
+
+
+_traced_pack.register_fake(lambda flat: flat.new_empty((flat.numel() + 7) // 8, dtype=torch.uint8))
+_traced_unpack.register_fake(lambda packed, count: packed.new_empty(count, dtype=torch.bool))

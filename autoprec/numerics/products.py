@@ -8,6 +8,7 @@ with products in TF32 rounds FP32 operands itself (and how it does is its own af
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -123,7 +124,7 @@ def scaled_product(a: Packed, b: Packed, dtype: torch.dtype, bias: Tensor | None
     assert a.inverse_scale is not None and b.inverse_scale is not None
     rowwise = a.inverse_scale.dim() > 0
     shape, n = a.payload.shape, b.payload.shape[0]
-    left = _padded(a.payload.reshape(shape[:-1].numel(), shape[-1]).view(dtype_of(a.format)), 1)
+    left = _padded(a.payload.reshape(math.prod(shape[:-1]), shape[-1]).view(dtype_of(a.format)), 1)
     right = _padded(b.payload.view(dtype_of(b.format)), _FP8_MULTIPLE)
     columns = right.shape[0]
     scale_a, scale_b = a.inverse_scale.reshape(-1, 1) if rowwise else a.inverse_scale, b.inverse_scale

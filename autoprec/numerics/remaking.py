@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from autoprec.numerics.compilers import made_in_backward
 from autoprec.numerics.keeping import Cell
 from autoprec.numerics.packing import Packed, decode
 
@@ -86,7 +87,10 @@ class Recipe:
                 return [t if how is None else decode(how._replace(payload=t), dtype)
                         for t, how, dtype in zip(tensors, templates, dtypes, strict=True)]  # fmt: skip
 
-            return making.result(read).as_strided(shape, stride, offset)
+            made = making.result(read)
+            # A compiler may lay out what it makes in another way than it says, and looks at it as it is then.
+            seen = made.shape == shape and made.stride() == stride and not offset
+            return made if seen else made.as_strided(shape, stride, offset)
 
         return Remade(tuple(k.payload if isinstance(k, Packed) else k for k in kept), again)
 
@@ -103,7 +107,7 @@ class _Making:
     def result(self, read: Callable[[], list[Tensor]]) -> Tensor:
         """The tensor; held until so many have asked for it as keep it."""
         if self._made is None:
-            with torch.no_grad():
+            with torch.no_grad(), made_in_backward():
                 self._made, self._left = self._in_its_layout(self._run(read())), self.uses
         found, self._left = self._made, self._left - 1
         if self._left == 0:

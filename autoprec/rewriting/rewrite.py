@@ -275,6 +275,8 @@ class _Rewriter(Storing):
             self.put(op.node, new, fmt, base)
         elif (op.id, Role.OUTPUT) in self.plan.format_of:
             self.visit_planned(op)
+        elif op.gemm is not None and self._stored(self.binding.tensor_id[op.gemm.input]):
+            self.put(op.node, self._weighted_gemm(op, op.gemm, dict.fromkeys(op.roles, _FP32), None), _FP32)
         else:
             self.put(op.node, self.copy_main(op, lambda n: self.as_written(n)), _FP32)
 

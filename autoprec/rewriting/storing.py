@@ -78,7 +78,7 @@ class Storing:
         return tensor_id
 
     def _open(self, stored: str, value: fx.Node | None) -> fx.Node:
-        return self.call(With(open_cell, self.plan.storage_of[stored]), (value,))
+        return self.call(With(open_cell, self.plan.storage_of[stored], stored), (value,))
 
     def keep_narrow(self, op: OpNode, main: fx.Node, made: str | None) -> None:
         """Let the op, written as `main`, keep in cells what the plan keeps narrow, its own result among it."""

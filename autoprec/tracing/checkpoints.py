@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils.checkpoint import checkpoint
 
 __all__ = [
@@ -60,6 +61,9 @@ def checkpointed(body: fx.GraphModule, *args: Any, first: Callable[..., Any] | N
     (parameters, buffers, plain inputs) are bound as they are in the user's program: as arguments of `checkpoint` they
     would be held to the version that they had, and running statistics change.
     """
+    if first is None and any(isinstance(a, torch.Tensor) and is_fake(a) for a in args):
+        # A compiler makes a body run again by itself, and knows which one by torch's own node for it.
+        return torch.ops.higher_order.tag_activation_checkpoint(body, *args, **options)
     context = body.meta.get("_checkpoint_context_fn")
     more = {} if context is None else {"context_fn": context}
     kept = {k: options[k] for k in ("determinism_check", "debug", "early_stop") if k in options}

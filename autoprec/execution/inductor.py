@@ -1,0 +1,215 @@
+"""Graphs through torch's compiler, and what it keeps of them for the backward pass, read back.
+
+The casts of a plan survive fusion (`emulate_precision_casts`), and random numbers are eager's (`fallback_random`). What
+the plan keeps narrow is marked as must-save, what it makes again as must-recompute (`numerics.compilers`); of what it
+keeps as it is, the compiler makes again in the backward pass what costs it nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from autoprec.errors import UnsupportedError
+from autoprec.execution.checking import CheckingInterpreter
+from autoprec.execution.lowering import Compiled, KeptTensor
+from autoprec.numerics.compilers import OF_TENSOR
+from autoprec.plans import AS_IS, Plan
+from autoprec.rewriting.rewrite import Rewritten
+from autoprec.tracing.bindings import Binding
+
+__all__ = ["Inductor", "Partitioner"]
+
+_OPTIONS = {"emulate_precision_casts": True, "fallback_random": True}
+
+
+class Inductor:
+    """One graph under one plan, compiled for the sizes that come: once with the symbols that Dynamo captured, and again
+    for sizes that what was compiled does not hold for."""
+
+    def __init__(self, binding: Binding, plan: Plan | None, rewritten: Rewritten | None) -> None:
+        self._binding, self._plan, self._rewritten = binding, plan, rewritten
+        self._fakes = [n.meta["example_value"] for n in binding.template.placeholders]
+        self._symbols = [i for i, x in enumerate(self._fakes) if isinstance(x, torch.SymInt)]
+        self._general: tuple[Callable[..., Any], Callable[..., bool]] | None = None
+        self._special: dict[tuple[int, ...], Callable[..., Any]] = {}
+        self.compiled: list[Compiled] = []
+        self.executed: Mapping[str, str] = {}
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run it, compiled now if nothing that is there fits."""
+        sizes = tuple(int(arguments[i]) for i in self._symbols)
+        if self._general is None:
+            self._general = self._compile_with_symbols()
+        run, holds = self._general
+        if holds(sizes):
+            return run(*arguments)
+        if sizes not in self._special:
+            self._special[sizes] = self._compile(list(arguments))
+        return self._special[sizes](*arguments)
+
+    def _compile_with_symbols(self) -> tuple[Callable[..., Any], Callable[..., bool]]:
+        mode = detect_fake_mode(self._fakes)
+        assert mode is not None
+        with tracing(TracingContext(mode)):
+            if self._rewritten is not None and self._plan is not None:
+                checking = CheckingInterpreter(self._rewritten, self._binding, self._plan)
+                with mode, torch.no_grad():
+                    checking.run(*self._fakes)
+                self.executed = checking.executed
+            run = self._compile(self._fakes)
+        if not self._symbols:
+            return run, lambda _: True
+        environment = mode.shape_env
+        code = environment.produce_guards_expression([self._fakes[i] for i in self._symbols])
+        return run, lambda sizes: not code or environment.evaluate_guards_expression(code, sizes)
+
+    def _compile(self, examples: Sequence[Any]) -> Callable[..., Any]:
+        partitioner = Partitioner(self._sizes())
+        begin = time.perf_counter()
+        try:
+            with (
+                inductor_config.patch(custom_partitioner_fn=partitioner, **_OPTIONS),
+                functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
+            ):
+                run = compile_fx(self._labelled(), list(examples))
+        except Exception as error:
+            what = " ".join(str(error).split())[:300]
+            raise UnsupportedError(
+                f"inductor does not compile the graph of {self._name} under this plan: {what}; use backend='eager'"
+            ) from error
+        self.compiled.append(
+            Compiled(
+                first_op=self._name,
+                plan="" if self._plan is None else self._plan.fingerprint,
+                seconds=time.perf_counter() - begin,
+                kept=partitioner.kept,
+            )
+        )
+        return run
+
+    def _sizes(self) -> dict[str, int]:
+        """Of each tensor that the plan does not keep as it is, how many elements it has."""
+        kept = {} if self._plan is None else self._plan.storage_of
+        made = {t: n.meta.get("example_value") for n, t in self._binding.tensor_id.items()}
+        narrow = {t: made[t] for t, storage in kept.items() if storage != AS_IS and t in made}
+        return {t: _hint(x.numel()) for t, x in narrow.items() if isinstance(x, Tensor)}
+
+    @property
+    def _name(self) -> str:
+        return self._binding.ops[0].id if self._binding.ops else "a graph without ops"
+
+    def _labelled(self) -> fx.GraphModule:
+        """A copy, because compilers change what they are given; its nodes say which tensor they are about."""
+        template = self._binding.template
+        module = template.module if self._rewritten is None else self._rewritten.module
+        origin: Mapping[fx.Node, fx.Node] = template.flat.origin if self._rewritten is None else self._rewritten.origin
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        graph.output(graph.graph_copy(module.graph, copies))
+        for node, copied in copies.items():
+            tensor = self._binding.tensor_id.get(origin.get(node, node))
+            if tensor is not None:
+                copied.meta["custom"] = {**copied.meta.get("custom", {}), OF_TENSOR: tensor}
+        return fx.GraphModule(module, graph)
+
+
+class Partitioner(CustomPartitionerFn):
+    """torch's own partitioner, under the marks that tracing has left, and what it decided."""
+
+    def __init__(self, narrow: Mapping[str, int]) -> None:
+        """`narrow`: of each tensor that the plan does not keep as it is, how many elements it has."""
+        self._narrow = narrow
+        self.kept: tuple[KeptTensor, ...] = ()
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+        """(forward graph, backward graph)."""
+        count = kwargs.pop("num_fwd_outputs")
+        # torch's partitioner honours must-save on what the forward pass needs anyway. So storages are results of it
+        # while it decides.
+        storages = _storages(gm.graph)
+        _recompute_casts_of_inputs(gm.graph)
+        _splice_outputs(gm, count, count, storages)
+        more = len(storages)
+        forward, backward = min_cut_rematerialization_partition(
+            gm, joint_inputs, num_fwd_outputs=count + more, **kwargs
+        )
+        _splice_outputs(forward, count, count + more, ())
+        nodes = [n for n in _results(forward)[count:] if isinstance(n, fx.Node) and not _is_of_input(n)]
+        self.kept = tuple(self._kept(n) for n in nodes if isinstance(n.meta.get("val"), Tensor))
+        return forward, backward
+
+    def _kept(self, node: fx.Node) -> KeptTensor:
+        value = node.meta["val"]
+        tensor = node.meta.get("custom", {}).get(OF_TENSOR, "")
+        planned = node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+        return KeptTensor(
+            tensor=tensor,
+            dtype=str(value.dtype).removeprefix("torch."),
+            bytes=_hint(value.numel()) * value.element_size(),
+            planned=planned,
+            again=not planned and tensor in self._narrow and 2 * _hint(value.numel()) > self._narrow[tensor],
+        )
+
+    def uuid(self) -> str:
+        """Cached kernels do not depend on it: they are of what it made."""
+        return "autoprec"
+
+
+def _results(module: fx.GraphModule) -> list[Any]:
+    results = module.graph.output_node().args[0]
+    assert isinstance(results, (tuple, list))
+    return list(results)
+
+
+def _is_of_input(node: fx.Node) -> bool:
+    """Whether it is an input, or a view of one: it takes no bytes."""
+    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    return node.op == "placeholder"
+
+
+def _storages(graph: fx.Graph) -> list[fx.Node]:
+    """What is marked as must-save and read by what is not: between them is the way there."""
+
+    def marked(node: fx.Node) -> bool:
+        return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+
+    # Constants are whoever's, once equal ones are merged.
+    tensors = [n for n in graph.nodes if isinstance(n.meta.get("val"), Tensor) and n.all_input_nodes]
+    return [n for n in tensors if marked(n) and not all(map(marked, n.users))]
+
+
+def _recompute_casts_of_inputs(graph: fx.Graph) -> None:
+    """Parameters and inputs live anyway: a copy of one beside it, kept for the backward pass, is no gain."""
+    for node in graph.nodes:
+        if node.target is torch.ops.prims.convert_element_type.default and node.args[0].op == "placeholder":
+            if node.meta.get("recompute") is None:
+                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _splice_outputs(module: fx.GraphModule, begin: int, end: int, nodes: Sequence[fx.Node]) -> None:
+    """Put nodes in the place of some of a graph's results."""
+    output, results = module.graph.output_node(), _results(module)
+    output.args = (tuple([*results[:begin], *nodes, *results[end:]]),)
+    if (told := output.meta.get("desc")) is not None:  # what each result is, for error messages
+        output.meta["desc"] = [*told[:begin], *[None] * len(nodes), *told[end:]]
+    module.recompile()
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    """A size as it was at the first call."""
+    return size if isinstance(size, int) else int(size.node.hint)

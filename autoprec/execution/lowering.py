@@ -1,0 +1,116 @@
+"""How rewritten graphs run: as they are, or through torch's compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+from autoprec.execution.checking import CheckingInterpreter
+from autoprec.plans import Plan
+from autoprec.rewriting.rewrite import Rewritten
+from autoprec.tracing.bindings import Binding
+
+if TYPE_CHECKING:
+    from autoprec.execution.inductor import Inductor
+
+__all__ = ["BACKENDS", "Backend", "Compiled", "KeptTensor", "Lowering", "Runner"]
+
+Backend = Literal["eager", "inductor"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptTensor:
+    """What a compiled graph keeps between its forward and its backward pass, parameters and inputs aside.
+
+    Attributes:
+        tensor: id of the tensor that it is, or is a part of computing; "" where nobody knows.
+        dtype: torch's name for what is kept.
+        bytes: how many; of symbolic sizes at the first call.
+        planned: whether it is a storage that the plan names.
+        again: whether the plan keeps `tensor` narrow or makes it again, and this is kept beside that.
+    """
+
+    tensor: str
+    dtype: str
+    bytes: int
+    planned: bool
+    again: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """One graph as the compiler made it.
+
+    Attributes:
+        first_op: id of the graph's first op.
+        plan: fingerprint of the plan, "" for the graph as it was captured.
+        seconds: that it took, forward and backward.
+        kept: see there; empty for a graph without backward pass.
+    """
+
+    first_op: str
+    plan: str
+    seconds: float
+    kept: tuple[KeptTensor, ...]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes between the passes, parameters and inputs aside."""
+        return sum(t.bytes for t in self.kept)
+
+
+class Runner(Protocol):
+    """What a graph runs as. `executed`: op id → format of its result, as seen when it first ran; empty for the graph
+    as it was captured."""
+
+    executed: Mapping[str, str]
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run it on the graph's inputs."""
+
+
+class Lowering:
+    """Makes graphs run. The session's; what is compiled is kept for plans that come back."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self._graphs: dict[tuple[Binding, str], Inductor] = {}
+
+    @property
+    def compiled(self) -> tuple[Compiled, ...]:
+        """Everything that was compiled so far."""
+        return tuple(made for graph in self._graphs.values() for made in graph.compiled)
+
+    def runs(self, binding: Binding, plan: Plan | None, rewritten: Rewritten | None) -> Runner:
+        """What is called with the graph's inputs; nothing is compiled before the first call. `rewritten` is None where
+        the plan changes nothing, `plan` where there is none yet: that is not worth compiling."""
+        if self.backend == "eager" or plan is None:
+            return _Eager(binding, plan, rewritten)
+        key = (binding, "" if rewritten is None or plan is None else plan.fingerprint)
+        if key not in self._graphs:
+            from autoprec.execution.inductor import Inductor  # the compiler takes a second to import
+
+            self._graphs[key] = Inductor(binding, plan, rewritten)
+        return self._graphs[key]
+
+
+class _Eager:
+    """A graph as it is; the first run of a rewritten one is checked against the plan."""
+
+    def __init__(self, binding: Binding, plan: Plan | None, rewritten: Rewritten | None) -> None:
+        self._module = binding.template.module if rewritten is None else rewritten.module
+        self._unchecked = None
+        if rewritten is not None and plan is not None:
+            self._unchecked = partial(CheckingInterpreter, rewritten, binding, plan)
+        self.executed: Mapping[str, str] = {}
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._unchecked is None:
+            return self._module.forward(*arguments)
+        checking = self._unchecked()
+        result = checking.run(*arguments)
+        self._unchecked, self.executed = None, checking.executed
+        return result

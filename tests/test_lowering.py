@@ -1,0 +1,281 @@
+"""Graphs through torch's compiler: what they compute and what they keep, against the same graphs run as they are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autoprec
+from autoprec.errors import InputError
+from autoprec.graphs import Role
+from autoprec.plans import Assignment, Plan, Storage
+from autoprec.policies import Rule
+from autoprec.serial import load_policy
+
+BF16_EPS = 2.0**-8
+
+
+class Block(nn.Module):
+    """A norm, two linears with GELU between, dropout and a residual."""
+
+    def __init__(self, width: int = 16, p: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x)
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), self.p, self.training)
+
+
+def plan_of(formats: dict[str, str] | None = None, storages: dict[str, str | tuple[str, ...]] | None = None) -> Plan:
+    """Formats by op id, and storages by tensor id: a format, or what it is made again from."""
+    kept = []
+    for tensor, how in (storages or {}).items():
+        again = isinstance(how, tuple)
+        kept.append(
+            Storage(
+                tensor=tensor,
+                format="recomputed" if again else how,  # type: ignore[arg-type]
+                made_from=how if again else (),  # type: ignore[arg-type]
+                reason="test",
+            )
+        )
+    return Plan(
+        assignments=tuple(
+            Assignment(op=op, role=role, format=f, reason="test") for op, f in (formats or {}).items() for role in Role
+        ),
+        storages=tuple(kept),
+    )
+
+
+def step(model: nn.Module, x: Tensor, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    torch.manual_seed(seed)
+    y = model(x)
+    y.square().mean().backward()
+    return y.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def both(model: nn.Module, plan: Plan, *inputs: Tensor) -> tuple[list[Any], list[Any], nn.Module]:
+    """A step on each input, run as it is and compiled, and the compiled model."""
+    found = []
+    for backend in ("eager", "inductor"):
+        torch._dynamo.reset()
+        mine = copy.deepcopy(model)
+        autoprec.compile(mine, plan=plan, events=None, backend=backend)
+        found.append([step(mine, x) for x in inputs])
+    return found[0], found[1], mine
+
+
+def furthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Largest ‖a − b‖ / ‖a‖ of any parameter."""
+    assert a.keys() == b.keys()
+    return max(float((a[n] - b[n]).norm() / a[n].norm()) for n in a)
+
+
+STORAGES: dict[str, str | tuple[str, ...]] = {
+    ":tanh#0": "fp8_e4m3",
+    "norm:layer_norm#0": (":tanh#0",),
+    "up:linear#0": "fp8_e4m3",
+    ":gelu#0": ("up:linear#0",),
+}
+FORMATS = {op: "bf16" for op in ("up:linear#0", ":gelu#0", "down:linear#0")}
+
+
+def test_fp32_is_fp32() -> None:
+    eager, compiled, model = both(Block(), plan_of({":gelu#0": "fp32"}), torch.randn(64, 16))
+    torch.testing.assert_close(compiled[0][0], eager[0][0], rtol=1e-5, atol=1e-6)
+    assert furthest(eager[0][1], compiled[0][1]) < 1e-5
+    assert [made.plan == "" for made in autoprec.session(model).lowering.compiled] == [False]
+
+
+@pytest.mark.parametrize("formats", [{}, FORMATS], ids=["fp32", "bf16"])
+def test_what_is_kept_is_what_the_plan_says(formats: dict[str, str]) -> None:
+    """Rounding to E4M3 changes gradients by far more than compiling does; the bytes are those of the storages."""
+    x = torch.randn(256, 16)
+    eager, compiled, model = both(Block(), plan_of(formats, STORAGES), x)
+    as_is, _, _ = both(Block(), plan_of(formats or {":gelu#0": "fp32"}), x)
+    bound = BF16_EPS if formats else 1e-5
+    assert float((eager[0][0] - compiled[0][0]).norm() / eager[0][0].norm()) < bound
+    assert furthest(eager[0][1], compiled[0][1]) < bound
+    assert autoprec.session(model).executed_formats()["up:linear#0"] == ("bf16" if formats else "fp32")
+    (made,) = autoprec.session(model).lowering.compiled
+    assert made.seconds > 0.0 and not any(t.again for t in made.kept)
+    # tanh and up:linear in a byte each, with a scale each; beside them a mean and a deviation for each row.
+    planned = {(t.tensor, t.dtype): t.bytes for t in made.kept if t.planned}
+    assert planned[":tanh#0", "float8_e4m3fn"] == 256 * 16
+    assert planned["up:linear#0", "float8_e4m3fn"] == 256 * 64
+    assert made.kept_bytes == 256 * (16 + 64) + 2 * 4 + 256 * 2 * 4
+
+
+def test_gradients_are_those_of_the_rounded_tensors() -> None:
+    """Furthest from the plan without storages, near to eager's with them: the storages are really read."""
+    torch.manual_seed(1)
+    model, x = Block(), torch.randn(256, 16)
+    eager, compiled, _ = both(model, plan_of({}, STORAGES), x)
+    plain = step(copy.deepcopy(model), x)
+    assert furthest(plain[1], compiled[0][1]) > 100 * furthest(eager[0][1], compiled[0][1])
+
+
+class Chain(nn.Module):
+    """Pointwise ops that fuse into one kernel, where a rounding between them shows in the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.w
+        y = y + x
+        return y * x
+
+
+def test_casts_survive_fusion() -> None:
+    """Every op rounds its result to BF16, as eager does; a compiler's own way keeps FP32 between fused ops."""
+    plan = plan_of({":mul#0": "bf16", ":add#0": "bf16", ":mul#1": "bf16"})
+    eager, compiled, _ = both(Chain(), plan, torch.randn(128, 64))
+    assert torch.equal(eager[0][0], compiled[0][0])
+    assert furthest(eager[0][1], compiled[0][1]) < 1e-5  # sums in another order
+
+
+@pytest.mark.parametrize("storages", [{}, {":dropout#0": "fp8_e4m3", **STORAGES}], ids=["as it is", "narrow"])
+def test_dropout_drops_the_same(storages: dict[str, str | tuple[str, ...]]) -> None:
+    eager, compiled, _ = both(Block(p=0.5), plan_of({":dropout#0": "bf16"}, storages), torch.randn(64, 16))
+    x, y = eager[0][0], compiled[0][0]
+    torch.testing.assert_close(y, x, rtol=2 * BF16_EPS, atol=2 * BF16_EPS)
+    assert furthest(eager[0][1], compiled[0][1]) < BF16_EPS
+
+
+def test_relu_keeps_bits() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 64), nn.Linear(64, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.relu(self.a(x)))
+
+    eager, compiled, model = both(Net(), plan_of({":relu#0": "fp32"}, {":relu#0": "fp8_e4m3"}), torch.randn(256, 16))
+    assert furthest(eager[0][1], compiled[0][1]) < 1e-5
+    (made,) = autoprec.session(model).lowering.compiled
+    assert sorted(t.bytes for t in made.kept) == [4, 256 * 64 // 8, 256 * 64]
+
+
+def test_other_sizes() -> None:
+    """Dynamo captures the second size with a symbol; what was compiled for it is used for a third."""
+    xs = [torch.randn(n, 16) for n in (8, 12, 20, 28)]
+    eager, compiled, model = both(Block(), plan_of(FORMATS, STORAGES), *xs)
+    for e, c in zip(eager, compiled, strict=True):
+        assert furthest(e[1], c[1]) < BF16_EPS
+    assert len(autoprec.session(model).lowering.compiled) == 2
+
+
+def test_a_plan_that_comes_back_is_not_compiled_again() -> None:
+    model, x = Block(), torch.randn(32, 16)
+    first, second = plan_of(FORMATS, STORAGES), plan_of(FORMATS)
+    autoprec.compile(model, plan=first, events=None, backend="inductor")
+    session = autoprec.session(model)
+    results = [step(model, x)]
+    for plan in (second, first):
+        session._adopt(plan)
+        results.append(step(model, x))
+    assert [made.plan for made in session.lowering.compiled] == [first.fingerprint, second.fingerprint]
+    assert furthest(results[0][1], results[2][1]) == 0.0 < furthest(results[0][1], results[1][1])
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inside = Block(), Block(p=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inside, self.first(x), use_reentrant=False)
+
+
+def test_checkpoints_keep_nothing_of_what_is_inside() -> None:
+    plan = plan_of({f"{b}.{op}:linear#0": "bf16" for b in ("first", "inside") for op in ("up", "down")})
+    eager, compiled, model = both(Checkpointed(), plan, torch.randn(256, 16))
+    torch.testing.assert_close(compiled[0][0], eager[0][0], rtol=4 * BF16_EPS, atol=4 * BF16_EPS)
+    assert furthest(eager[0][1], compiled[0][1]) < 4 * BF16_EPS
+    (made,) = autoprec.session(model).lowering.compiled
+    assert not [t for t in made.kept if t.tensor.startswith("inside.up") or "inside:gelu" in t.tensor]
+
+
+class Normed(nn.Module):
+    """With running statistics, which a bad step must not touch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.norm(self.a(x))))
+
+
+def test_a_bad_step_changes_nothing() -> None:
+    model = Normed()
+    plan = plan_of({"a:linear#0": "bf16"}, {":relu#0": "fp8_e4m3", "a:linear#0": "fp8_e4m3"})
+    autoprec.compile(model, plan=plan, events=None, backend="inductor")
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train(x: Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    train(torch.randn(32, 16))
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    bad = torch.randn(32, 16)
+    bad[3, 5] = float("nan")
+    train(bad)
+    after = (model.state_dict(), optimizer.state_dict())
+    for name, value in before[0].items():
+        assert torch.equal(value, after[0][name]), name
+    for number, state in before[1]["state"].items():
+        for name, value in state.items():
+            assert torch.equal(value, after[1]["state"][number][name]), name
+    assert autoprec.session(model).step_was_skipped
+    train(torch.randn(32, 16))
+    assert not torch.equal(before[0]["norm.running_mean"], model.norm.running_mean)
+
+
+def test_calibrated_planned_and_raced_as_it_will_run() -> None:
+    torch.manual_seed(0)
+    model = Block(32)
+    batches = [torch.randn(256, 32) for _ in range(3)]
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    policy = load_policy("memory").replaced(calibration={"steps": 2})
+    autoprec.compile(model, policy=policy, batches=batches, loss_fn=loss_fn, events=None, backend="inductor")
+    session = autoprec.session(model)
+    raced = len(session.lowering.compiled)
+    assert raced == len([c for c in session.plan.contestants if c.measured is not None])
+    loss_fn(model, batches[0]).backward()
+    assert len(session.lowering.compiled) == raced  # the winner was compiled for the race
+
+
+@pytest.mark.parametrize("mistake", ["backend", "rule", "plan"])
+def test_mistakes(mistake: str) -> None:
+    def made(**changes: Any) -> Callable[[], object]:
+        return lambda: autoprec.compile(Block(), events=None, **changes)
+
+    tf32 = load_policy("balanced").replaced(rules=(Rule(match="up", pin="tf32"),))
+    run, told = {
+        "backend": (made(backend="inductr"), "unknown backend 'inductr'. Did you mean 'inductor'?"),
+        "rule": (made(backend="inductor", policy=tf32), "a rule computes in tf32"),
+        "plan": (made(backend="inductor", plan=plan_of({"up:linear#0": "tf32"})), "the plan computes in tf32"),
+    }[mistake]
+    with pytest.raises(InputError) as raised:
+        run()
+    assert told in str(raised.value)
