@@ -113,16 +113,27 @@ class Inductor:
     def _labelled(self) -> fx.GraphModule:
         """A copy, because compilers change what they are given; its nodes say which tensor they are about."""
         template = self._binding.template
-        module = template.module if self._rewritten is None else self._rewritten.module
-        origin: Mapping[fx.Node, fx.Node] = template.flat.origin if self._rewritten is None else self._rewritten.origin
-        graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        graph.output(graph.graph_copy(module.graph, copies))
-        for node, copied in copies.items():
-            tensor = self._binding.tensor_id.get(origin.get(node, node))
-            if tensor is not None:
-                copied.meta["custom"] = {**copied.meta.get("custom", {}), OF_TENSOR: tensor}
-        return fx.GraphModule(module, graph)
+        if self._rewritten is None:
+            return _labelled(template.module, template.flat.origin, self._binding.tensor_id)
+        return _labelled(self._rewritten.module, self._rewritten.origin, self._binding.tensor_id)
+
+
+def _labelled(
+    module: fx.GraphModule, origin: Mapping[fx.Node, fx.Node], tensor_id: Mapping[fx.Node, str]
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, copies))
+    made = fx.GraphModule(module, graph)
+    for node, copied in copies.items():
+        tensor = tensor_id.get(origin.get(node, node))
+        if tensor is not None:
+            copied.meta["custom"] = {**copied.meta.get("custom", {}), OF_TENSOR: tensor}
+        if node.op == "get_attr" and isinstance(body := getattr(module, str(node.target), None), fx.GraphModule):
+            again = _labelled(body, origin, tensor_id)
+            again.meta.update(body.meta)
+            setattr(made, str(node.target), again)
+    return made
 
 
 class Partitioner(CustomPartitionerFn):
