@@ -125,9 +125,12 @@ def _labelled(
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(module.graph, copies))
     made = fx.GraphModule(module, graph)
+    named: dict[fx.Node, str] = {}
     for node, copied in copies.items():
-        tensor = tensor_id.get(origin.get(node, node))
+        read = [named[n] for n in node.all_input_nodes if n in named]
+        tensor = tensor_id.get(origin.get(node, node)) or (read[0] if read else None)  # a cast is of what it casts
         if tensor is not None:
+            named[node] = tensor
             copied.meta["custom"] = {**copied.meta.get("custom", {}), OF_TENSOR: tensor}
         if node.op == "get_attr" and isinstance(body := getattr(module, str(node.target), None), fx.GraphModule):
             again = _labelled(body, origin, tensor_id)

@@ -1,0 +1,238 @@
+"""The same plan, compiled? `python -m tests.bench.lowering [NAME ...] [--rivals]`
+
+Under `memory`, as `compile` adopts it in eager mode: loss and gradients of the plan run as it is and through inductor,
+on four batches, in what the plan's own rounding changes of FP32's; what the compiled graph keeps for its backward pass
+beside the storages that the plan names; peaks, compile seconds. With --rivals the plan, compiled, against torch.compile
+with autocast and torch's own means to save memory: FP8 for kept tensors by size (inductor's activation quantization)
+and recomputation under `activation_memory_budget`. Time in turn, one thread. Exit code 1 where the two lowerings are
+further apart than half of what rounding changes, where a tensor is kept beside its storage, and, with --rivals on the
+transformer and the convolutional network, where torch's FP8 has the smaller gradient error at no more bytes, or its
+recomputation the smaller step time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+
+import autoprec
+from autoprec.execution.measuring import peak_bytes, saved_bytes
+from autoprec.plans import Plan
+from tests.bench.measure import MAX_ROUNDS, MIN_ROUNDS, ROUND_SECONDS, Calibrated, calibrate, one_thread
+from tests.bench.workloads import Workload, chosen, conclude
+
+BATCHES = 4
+#: Of what the plan's rounding changes of FP32's gradients.
+APART = 0.5
+BARRED = ("transformer", "cnn")
+BUDGETS = (0.7, 0.5, 0.4, 0.3, 0.2, 0.1)
+
+
+@dataclass(kw_only=True)
+class Contestant:
+    """Something that steps, and what was measured of it.
+
+    `around` is in force while it is compiled: at its first step.
+    """
+
+    model: nn.Module
+    autocast: bool = False
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    seconds: list[float] = field(default_factory=list)
+    first_seconds: float = 0.0
+    peak_bytes: int = 0
+    kept_bytes: int = 0
+    losses: list[float] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+
+    def loss(self, workload: Workload, batch: Any) -> Tensor:
+        """Forward."""
+        with torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext():
+            return workload.loss(self.model, batch)
+
+    def step(self, workload: Workload, batch: Any) -> float:
+        """Forward and backward; the loss."""
+        loss = self.loss(workload, batch)
+        loss.backward()
+        return float(loss)
+
+    def measure(self, workload: Workload, batches: Any) -> None:
+        """All but the seconds of a step."""
+        begin = time.perf_counter()
+        with self.around():
+            self.step(workload, batches[0])
+        self.first_seconds = time.perf_counter() - begin
+        for batch in batches[:BATCHES]:
+            self.model.zero_grad(set_to_none=False)
+            torch.manual_seed(0)
+            self.losses.append(self.step(workload, batch))
+            grads = [p.grad.reshape(-1) for p in self.model.parameters() if p.grad is not None]
+            self.gradients.append(torch.cat(grads).double())
+        held = [*self.model.parameters(), *self.model.buffers(), *_tensors(batches[0])]
+        self.kept_bytes = saved_bytes(lambda: self.loss(workload, batches[0]), held)
+        self.peak_bytes = peak_bytes(lambda: self.step(workload, batches[0]), torch.device("cpu"))
+
+    def error(self, exact: Contestant) -> float:
+        """‖g − g*‖ / ‖g*‖ over all weights, median over the batches."""
+        pairs = zip(self.gradients, exact.gradients, strict=True)
+        return statistics.median(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    if isinstance(batch, Tensor):
+        return [batch]
+    values = batch.values() if isinstance(batch, dict) else batch
+    return [x for x in values if isinstance(x, Tensor)]
+
+
+def planned(found: Calibrated, plan: Plan, backend: str) -> Contestant:
+    """A plan's."""
+    model = copy.deepcopy(found.model)
+    autoprec.compile(model, plan=plan, events=None, backend=backend)
+    return Contestant(model=model)
+
+
+def compiled(found: Calibrated, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Contestant:
+    """torch.compile under autocast."""
+    return Contestant(model=torch.compile(copy.deepcopy(found.model)), autocast=True, around=around)  # type: ignore[arg-type]
+
+
+@contextmanager
+def fp8_by_size(dtype: str) -> Iterator[None]:
+    """Every kept tensor of torch's own compiled graphs in FP8 with a scale."""
+    options = {
+        "size_in_mb": 0.0,
+        "quant_type": dtype,
+        "use_scaling": True,
+        "exclude_primals": True,
+        "allowed_dtypes": "torch.bfloat16;torch.float32",
+    }
+    with (
+        inductor_config.patch(post_grad_fusion_options={"activation_quantization_aten_pass": options}),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        yield
+
+
+def race(workload: Workload, batches: Any, contestants: dict[str, Contestant]) -> None:
+    """Seconds of a step, in turn."""
+    order, shuffle = list(contestants), random.Random(0).shuffle
+    k, begin = 0, time.perf_counter()
+    while k < MIN_ROUNDS or (k < MAX_ROUNDS and time.perf_counter() - begin < ROUND_SECONDS):
+        shuffle(order)
+        for name in order:
+            start = time.perf_counter()
+            contestants[name].step(workload, batches[k % len(batches)])
+            contestants[name].seconds.append(time.perf_counter() - start)
+        k += 1
+
+
+def agreement(found: Calibrated, plan: Plan) -> list[str]:
+    """One line, and what is missed."""
+    workload = found.workload
+    exact = Contestant(model=copy.deepcopy(found.model))
+    runs = {"fp32": exact}
+    for backend in ("eager", "inductor"):
+        torch._dynamo.reset()
+        runs[backend] = planned(found, plan, backend)
+    for run in runs.values():
+        run.measure(workload, found.batches)
+    eager, own = runs["eager"], runs["inductor"]
+    apart, rounding = own.error(eager), eager.error(exact)
+    loss = max(abs(a - b) / abs(b) for a, b in zip(own.losses, eager.losses, strict=True))
+    made = autoprec.session(own.model).lowering.compiled
+    again = [t for m in made for t in m.kept if t.again]
+    named = sum(t.bytes for m in made for t in m.kept if t.planned)
+    assert plan.predicted is not None
+    predicted = plan.predicted.peak_bytes - found.fixed_bytes
+    print(
+        f"{workload.name:12} loss {loss:.1e} apart, gradients {apart:.1e}; rounding changes them by {rounding:.1e}"
+        f" ({apart / rounding:.2f})\n"
+        f"{'':12} kept {sum(m.kept_bytes for m in made) / 1e6:.2f} MB, {named / 1e6:.2f} of them storages of the plan,"
+        f" {len(again)} beside them; eager keeps {eager.kept_bytes / 1e6:.2f}\n"
+        f"{'':12} peak {own.peak_bytes / 1e6:.2f} MB, eager {eager.peak_bytes / 1e6:.2f}, predicted"
+        f" {predicted / 1e6:.2f}; compiled {len(made)} graphs in {sum(m.seconds for m in made):.1f} s",
+        flush=True,
+    )
+    missed = []
+    if apart > APART * rounding:
+        missed.append(f"{workload.name}: the lowerings are {apart / rounding:.2f} of the rounding apart")
+    if again:
+        missed.append(f"{workload.name}: {again[0].tensor} is kept beside its storage")
+    return missed
+
+
+def rivals(found: Calibrated, plan: Plan) -> list[str]:
+    """A table, and what is missed."""
+    workload = found.workload
+    exact = Contestant(model=copy.deepcopy(found.model))
+    exact.measure(workload, found.batches)
+    makers: dict[str, Callable[[], Contestant]] = {
+        "autocast": lambda: compiled(found),
+        "fp8_e4m3 by size": lambda: compiled(found, lambda: fp8_by_size("torch.float8_e4m3fn")),
+        "fp8_e5m2 by size": lambda: compiled(found, lambda: fp8_by_size("torch.float8_e5m2")),
+    }
+    for budget in BUDGETS:
+        makers[f"recompute {budget}"] = lambda b=budget: compiled(
+            found, lambda: functorch_config.patch(activation_memory_budget=b, enable_autograd_cache=False)
+        )
+    makers["autoprec memory"] = lambda: planned(found, plan, "inductor")
+    runs: dict[str, Contestant] = {}
+    for name, make in makers.items():
+        torch._dynamo.reset()
+        runs[name] = make()
+        runs[name].measure(workload, found.batches)
+    race(workload, found.batches, runs)
+    base, own = runs["autocast"], runs["autoprec memory"]
+
+    def ratio(run: Contestant) -> float:
+        return statistics.median(a / b for a, b in zip(run.seconds, base.seconds, strict=True))
+
+    for name, run in runs.items():
+        print(
+            f"{workload.name:12} {name:18} {statistics.median(run.seconds) * 1e3:7.1f} ms {ratio(run):.3f}"
+            f"  keeps {run.kept_bytes / 1e6:6.2f} MB  peak {run.peak_bytes / 1e6:6.2f} MB"
+            f"  gradient error {run.error(exact):.2e}  first step {run.first_seconds:.0f} s",
+            flush=True,
+        )
+    if workload.name not in BARRED:
+        return []
+    missed = []
+    for name, run in runs.items():
+        if "by size" in name and run.kept_bytes <= own.kept_bytes and run.error(exact) <= own.error(exact):
+            missed.append(f"{workload.name}: {name} has an error of {run.error(exact):.2e} in fewer bytes")
+        if "recompute" in name and run.kept_bytes <= own.kept_bytes and ratio(run) <= ratio(own):
+            missed.append(f"{workload.name}: {name} takes {ratio(run) / ratio(own):.2f} of the time in fewer bytes")
+    return missed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.lowering")
+    parser.add_argument("--rivals", action="store_true")
+    workloads, given = chosen(parser)
+    missed: list[str] = []
+    with one_thread():
+        for workload in workloads:
+            found = calibrate(workload)
+            plan = found.planned("memory")
+            assert plan is not None
+            missed += agreement(found, plan)
+            if given.rivals:
+                missed += rivals(found, plan)
+    conclude(missed, "every bar is met")
+
+
+if __name__ == "__main__":
+    main()
