@@ -20,6 +20,7 @@ __all__ = [
     "Contestant",
     "Dropped",
     "Event",
+    "Holding",
     "Measurement",
     "Plan",
     "Region",
@@ -208,6 +209,30 @@ class Contestant:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Holding:
+    """Bytes of one kind that a layer holds when a step is at its peak (modelled): of this plan, and of FP32 and BF16
+    throughout, each at its own peak.
+
+    Attributes:
+        layer: dotted name of the module; "" for what belongs to none, "others" for layers that hold next to nothing.
+        kind: "parameters", "gradients", "optimizer", "inputs"; "activations, bf16" and the like; "masks"; "made again"
+            and "read again" in the backward pass; "gradients of activations"; "statistics"; "workspace".
+        fp32, bf16, plan: bytes; `bf16` is None where the policy does not have it.
+    """
+
+    layer: str
+    kind: str
+    fp32: int
+    bf16: int | None
+    plan: int
+
+    def __post_init__(self) -> None:
+        check_text(self.kind, "kind", PlanError, "kind")
+        for name in ("fp32", "bf16", "plan"):
+            check_amount(getattr(self, name), name, PlanError, name)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What runs in which format. Ops without an assignment run as the user wrote them, in FP32.
 
@@ -225,6 +250,7 @@ class Plan:
         binding: the constraint that holds the plan back, for people.
         policy, graph_fingerprint, device: what it was made from.
         contestants: it and its rivals, predicted and measured, where they ran on a replayed step.
+        memory: where the bytes of the predicted peak are; () in a plan without reasons.
     """
 
     assignments: tuple[Assignment, ...]
@@ -241,6 +267,7 @@ class Plan:
     graph_fingerprint: str = ""
     device: str = ""
     contestants: tuple[Contestant, ...] = ()
+    memory: tuple[Holding, ...] = ()
 
     def __post_init__(self) -> None:
         check_unique([f"{a.op} {a.role}" for a in self.assignments], "the role", PlanError, "assignments")
@@ -251,6 +278,7 @@ class Plan:
         check_amount(self.budget_bytes, "budget_bytes", PlanError, "budget_bytes", least=1)
         check_amount(self.gap, "gap", PlanError, "gap")
         check_unique([c.name for c in self.contestants], "the contestant", PlanError, "contestants")
+        check_unique([f"{h.layer} {h.kind}" for h in self.memory], "the holding", PlanError, "memory")
 
     @cached_property
     def format_of(self) -> dict[tuple[str, Role], str]:

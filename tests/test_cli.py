@@ -12,12 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autoprec.serial import read_device, read_plan, read_profile, write_device
+from autoprec.serial import read_device, read_plan, read_profile, write_device, write_plan
 from tests.cli_targets import TARGETS
 
 COMMANDS = ("demo", "calibrate", "plan", "explain", "diff", "pareto", "check", "schema", "replay", "doctor")
@@ -223,6 +224,28 @@ def test_explain_has_a_row_for_each_op_and_the_totals(plan: Path, run: Run) -> N
         assert op in out
     for word in ("output", "grad_input", "grad_weight", "kept as", "fp8_e4m3", "next best", "budget", "binding", "gap"):
         assert word in out
+
+
+def test_explain_memory_says_where_every_byte_is(plan: Path, run: Run) -> None:
+    """The parts are the whole, for this plan and for FP32; the layers are the model's."""
+    code, out, _ = run("explain", plan, "--memory")
+    assert code == 0 and "peak, predicted" in out and "gradients of activations" in out and "And by layer" in out
+    code, out, _ = run("explain", plan, "--memory", "--json")
+    told, made = json.loads(out), read_plan(plan)
+    assert code == 0 and made.predicted is not None and made.predicted_fp32 is not None
+    assert told["predicted"]["plan"] == made.predicted.peak_bytes == sum(h["plan"] for h in told["holdings"])
+    assert told["predicted"]["fp32"] == made.predicted_fp32.peak_bytes == sum(h["fp32"] for h in told["holdings"])
+    assert {h["layer"] for h in told["holdings"]} & {"up", "down"}
+    assert any(h["kind"].startswith("activations, ") and h["plan"] for h in told["holdings"])
+
+
+def test_explain_memory_mistakes(plan: Path, run: Run, tmp_path: Path) -> None:
+    code, _, err = run("explain", plan, "up", "--memory")
+    assert code == 2 and "--memory is about the whole plan" in err
+    bare = tmp_path / "bare.yaml"
+    write_plan(bare, replace(read_plan(plan), memory=()))
+    code, _, err = run("explain", bare, "--memory")
+    assert code == 2 and str(bare) in err and "does not say where its bytes are" in err
 
 
 def test_explain_json_holds_every_decision(plan: Path, run: Run) -> None:

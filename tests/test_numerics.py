@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from autoprec.numerics.experts import grouped_linear
 from autoprec.numerics.gemm import GemmSpec, conv, linear, matmul
 from autoprec.numerics.histograms import sample
 from autoprec.numerics.lean import relu_keeping_bits
+from autoprec.numerics.norms import layer_norm
 from autoprec.numerics.packing import Packed, decode, encode, pack_bits, unpack_bits
 from autoprec.numerics.specs import conv_options
 
@@ -244,3 +246,45 @@ def test_gradients_are_derivatives(what: str, monkeypatch: pytest.MonkeyPatch) -
     assert torch.autograd.gradcheck(f, inputs)
     if what != "experts":
         assert torch.autograd.gradgradcheck(f, inputs)
+
+
+@pytest.mark.parametrize("shape", [(1500, 256), (3, 500, 16, 16), (7, 6)])
+def test_layer_norms_in_bf16_add_up_their_weights_gradients_in_fp32(shape: tuple[int, ...]) -> None:
+    """Against FP32 on the same rounded tensors. torch's own kernel is off by some percent on the first."""
+    torch.manual_seed(0)
+    dims = shape[-2:] if len(shape) == 4 else shape[-1:]
+    x, g = torch.randn(shape).bfloat16(), (torch.randn(shape) + 0.1).bfloat16()
+    weight, bias = torch.randn(dims), torch.randn(dims)
+
+    def gradients(
+        run: Callable[..., torch.Tensor], x: torch.Tensor, g: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        y = run(leaves[0], dims, *leaves[1:])
+        y.backward(g)
+        return y.detach(), [t.grad for t in leaves]  # type: ignore[misc]
+
+    y, found = gradients(layer_norm, x, g)
+    theirs, _ = gradients(F.layer_norm, x, g)
+    _, exact = gradients(F.layer_norm, x.float(), g.float())
+    assert torch.equal(y, theirs)
+    # The mean and deviation are those that the forward pass took of the same numbers.
+    for mine, wide in zip(found[1:], exact[1:], strict=True):
+        assert mine.dtype is torch.float32
+        assert float((mine - wide).norm() / wide.norm()) < 1e-5
+    assert float((found[0].float() - exact[0]).norm() / exact[0].norm()) < 2.0**-8
+
+
+def test_layer_norms_in_bf16_differentiate_twice() -> None:
+    """As torch's own do, whose sums are in BF16."""
+    x, weight, bias = torch.randn(9, 6).bfloat16(), torch.randn(6), torch.randn(6)
+
+    def penalty(run: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        (of_x,) = torch.autograd.grad(run(leaves[0], (6,), *leaves[1:]).square().sum(), leaves[0], create_graph=True)
+        of_x.square().sum().backward()
+        return [t.grad for t in leaves[:2]]  # type: ignore[misc]
+
+    (of_x, of_weight), (their_x, their_weight) = penalty(layer_norm), penalty(F.layer_norm)
+    assert torch.equal(of_x, their_x)
+    torch.testing.assert_close(of_weight, their_weight, rtol=9 * 2.0**-8, atol=9 * 2.0**-8)  # sums of 9 in BF16

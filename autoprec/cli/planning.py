@@ -13,6 +13,7 @@ from autoprec.planning.cases import Case
 from autoprec.planning.planner import ask, by_prediction, propose
 from autoprec.reporting.contestants import contestants_table
 from autoprec.reporting.differences import difference_tables, differences, differences_data
+from autoprec.reporting.memory import memory_data, memory_tables
 from autoprec.reporting.plans import device_line, matching, op_table, ops_table, plan_data, summary, totals_table
 from autoprec.reporting.whynot import answer_tables, answers_data, why_not
 from autoprec.serial import check_case_path, check_writable, read_plan, write_case, write_plan
@@ -65,9 +66,17 @@ def write_offline_plan(
     return 0
 
 
-def show_plan(path: Path, op: str | None, why_not_format: str | None, *, as_json: bool) -> int:
-    """Explain a whole plan, or the ops that match a glob, or why these are not in another format."""
+def show_plan(path: Path, op: str | None, why_not_format: str | None, *, memory: bool, as_json: bool) -> int:
+    """Explain a whole plan, or the ops that match a glob, or why these are not in another format, or the peak."""
     plan = read_plan(path)
+    if memory:
+        if op is not None or why_not_format is not None:
+            raise InputError("--memory is about the whole plan: leave out OP and --why-not")
+        try:
+            show(memory_data(plan), device_line(plan), *memory_tables(plan), as_json=as_json)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
+        return 0
     if op is None:
         if why_not_format is not None:
             raise InputError("--why-not asks about ops: name one, or a glob, after the plan: autoprec explain PLAN OP")

@@ -1,11 +1,15 @@
-"""Norms of FP16 tensors inside a scaled region: FP32 inside, and only the FP16 input is kept.
+"""Norms of narrow tensors whose weights' gradients are added up in FP32.
 
-torch's own kernels add a weight's gradient up in the input's dtype; in a region whose gradients carry 2^s that
-overflows FP16. Here the backward pass recomputes the norm in FP32 from the kept input, with the gradient unscaled.
+torch's layer norm adds them up in the input's dtype on a CPU. In BF16 a sum over a thousand rows is off by 4 to 14 %
+(docs/measurements/pieces.md); in an FP16 region whose gradients carry 2^s it overflows. Inside such a region the
+backward pass recomputes the norm in FP32 from the kept input, with the gradient unscaled.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autoprec.numerics.compilers import is_traced
 from autoprec.numerics.double_backward import refuse_double_backward
 
-__all__ = ["NormCall", "norm"]
+__all__ = ["NormCall", "layer_norm", "norm"]
+
+#: Elements of a BF16 layer norm that are differentiated at a time: FP32 copies of so many fit the caches, and torch's
+#: own backward pass takes no less time (docs/measurements/pieces.md).
+_PIECE = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,5 +96,57 @@ def norm(
 ) -> Tensor:
     """The norm of `x` in its own dtype, computed in FP32; gradients of weight and bias come back unscaled in FP32."""
     result = _Norm.apply(x, weight, bias, mean, var, call)
+    assert isinstance(result, Tensor)
+    return result
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...], weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        ctx.shape = shape
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        backward, wanted = torch.ops.aten.native_layer_norm_backward, ctx.needs_input_grad
+        mask = [wanted[0], wanted[2], wanted[3]]
+        if torch.is_grad_enabled():  # torch's own can be differentiated again
+            of_x, of_weight, of_bias = backward(grad, x, ctx.shape, mean, rstd, weight, bias, mask)
+            return of_x, None, of_weight, of_bias, None
+        size = math.prod(ctx.shape)
+        rows = max(1, _PIECE // size)
+        made = torch.empty_like(x, memory_format=torch.contiguous_format) if mask[0] else None
+        parts = [t.reshape(-1, *ctx.shape).split(rows) for t in (x, grad)]
+        stats = [t.reshape(-1, *[1] * len(ctx.shape)).split(rows) for t in (mean, rstd)]
+        results = itertools.repeat(None) if made is None else made.view(-1, *ctx.shape).split(rows)
+        sums = [
+            torch.zeros_like(t) if w and t is not None else None for t, w in zip((weight, bias), mask[1:], strict=True)
+        ]
+        for part, g, m, r, result in zip(*parts, *stats, results, strict=False):
+            found = backward(g.float(), part.float(), ctx.shape, m, r, weight, bias, mask)
+            if result is not None:
+                result.copy_(found[0])
+            for total, more in zip(sums, found[1:], strict=True):
+                if total is not None:
+                    total += more
+        return made, None, *sums, None
+
+
+def layer_norm(
+    input: Tensor,  # noqa: A002
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.layer_norm`, bitwise the same but for the gradients of an FP32 weight and bias of a BF16 input on a CPU, which
+    are added up in FP32."""
+    narrow = input.dtype is torch.bfloat16 and weight is not None and weight.dtype is torch.float32
+    if not narrow or not input.numel() or input.is_cuda or is_traced(input) or not torch.is_grad_enabled():
+        return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
+    result = _LayerNorm.apply(input, tuple(normalized_shape), weight, bias, eps)
     assert isinstance(result, Tensor)
     return result

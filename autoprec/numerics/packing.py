@@ -57,14 +57,16 @@ def amax_of(x: Tensor, *, rowwise: bool = False) -> Tensor:
     return torch.maximum(-low, high).float()
 
 
-def _scale_of(amax: Tensor, fmt: Format) -> Tensor:
-    """2^a with the largest a such that amax·2^a ≤ the format's largest value, within ±126; 1 for amax 0."""
+def _scales_of(amax: Tensor, max_value: float) -> tuple[Tensor, Tensor]:
+    """2^a with the largest a such that amax·2^a ≤ max_value, within ±126, 1 for amax 0; and 2^-a, or NaN for an amax
+    that is not finite."""
     mantissa, exponent = torch.frexp(amax)
-    most, most_log2 = math.frexp(fmt.max_value)
+    most, most_log2 = math.frexp(max_value)
     a = most_log2 - exponent - (mantissa > most).to(torch.int32)
     # Its bits; a compiler's powers of two need not be exact.
     scale = ((a.clamp(-126, 126) + 127) << 23).view(torch.float32)
-    return torch.where((amax > 0) & amax.isfinite(), scale, torch.ones_like(amax))
+    scale = torch.where((amax > 0) & amax.isfinite(), scale, torch.ones_like(amax))
+    return scale, torch.where(amax.isfinite(), 1.0 / scale, torch.full_like(amax, float("nan")))
 
 
 def encode(x: Tensor, format_name: str, *, rowwise: bool = False) -> Packed:
@@ -79,8 +81,8 @@ def encode(x: Tensor, format_name: str, *, rowwise: bool = False) -> Packed:
         if not fmt.scaled:
             return Packed(x.to(dtype_of(fmt.name)), None, fmt.name)
         amax = amax_of(x, rowwise=rowwise)
-        scale = _scale_of(amax, fmt)
-        inverse = torch.where(amax.isfinite(), 1.0 / scale, torch.full_like(amax, float("nan")))
+        in_graph = is_traced(x) and x.device.type == "cpu"
+        scale, inverse = (_traced_scales if in_graph else _scales_of)(amax, fmt.max_value)
         if is_traced(x):
             return Packed(_narrow(x, scale, fmt), inverse, fmt.name)
         held = dtype_of(fmt.name) if has_dtype(fmt.name) else torch.uint8
@@ -93,8 +95,9 @@ def encode(x: Tensor, format_name: str, *, rowwise: bool = False) -> Packed:
 def _inside(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
     """What is rounded to a torch dtype, or the codes of a format that is none. The scale is such that nothing leaves
     the format but what is not finite. A function of its own: nothing of one piece is there beside the next."""
-    # FP32 for FP16: a scale, a tensor on the device, would be rounded to FP16, where 2^16 is inf.
-    inside = (x.float() if x.dtype is torch.float16 else x) * scale
+    # FP32 for FP16: a scale, a tensor on the device, would be rounded to FP16, where 2^16 is inf. And for compilers:
+    # what they make of a BF16 product takes a CPU seven times as long, and the product is exact either way.
+    inside = (x.float() if x.dtype is torch.float16 or is_traced(x) else x) * scale
     return inside if has_dtype(fmt.name) else to_codes(rounded(inside.float().nan_to_num_(), fmt), fmt)
 
 
@@ -185,6 +188,12 @@ def _unpack_on_cpu(packed: Tensor, count: int) -> Tensor:
     return torch.from_numpy(np.unpackbits(packed.numpy(), count=count)).view(torch.bool)
 
 
+@torch.library.custom_op("autoprec::scales_of", mutates_args=(), device_types="cpu")
+def _traced_scales(amax: Tensor, max_value: float) -> tuple[Tensor, Tensor]:
+    """The same as one op of a compiled graph, which otherwise finds the scale anew for every few elements."""
+    return _scales_of(amax, max_value)
+
+
 @torch.library.custom_op("autoprec::pack_bits", mutates_args=(), device_types="cpu")
 def _traced_pack(flat: Tensor) -> Tensor:
     """The same as one op of a compiled graph: numpy is faster than what compilers make of shifts and sums."""
@@ -196,5 +205,6 @@ def _traced_unpack(packed: Tensor, count: int) -> Tensor:
     return _unpack_on_cpu(packed, count)
 
 
+_traced_scales.register_fake(lambda amax, max_value: (torch.empty_like(amax), torch.empty_like(amax)))
 _traced_pack.register_fake(lambda flat: flat.new_empty((flat.numel() + 7) // 8, dtype=torch.uint8))
 _traced_unpack.register_fake(lambda packed, count: packed.new_empty(count, dtype=torch.bool))

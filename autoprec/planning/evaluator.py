@@ -30,6 +30,9 @@ def objective_of(problem: Problem, seconds: float, saved_bytes: float, noise: fl
     return first + SECONDARY * second + TERTIARY * noise
 
 
+_GRADIENTS = "gradients of activations"
+
+
 class Step:
     """A simulated step, or parts of one: seconds, and the bytes that each interval of moments holds."""
 
@@ -42,6 +45,7 @@ class Step:
         self.seconds = 0.0
         self.saved = 0
         self.held: list[tuple[str, int, int, int]] = []
+        self.kinds: list[str] = []
 
     def whole(self) -> Self:
         """Simulate every part."""
@@ -62,29 +66,30 @@ class Step:
         for moment, kept_from, size in p.private:
             entered = moment == 0 and kept_from > len(p.ops)
             what = "gradients of the outputs" if entered else f"statistics of {p.ops[moment]}"
-            self.hold(what, kept_from, p.backward(moment), size)
+            self.hold(what, _GRADIENTS if entered else "statistics", kept_from, p.backward(moment), size)
             self.saved += size if kept_from == moment else 0
         for moment, size in p.workspace:
-            self.hold(f"workspace of {p.op_at(moment)}", moment, moment, size)
+            self.hold(f"workspace of {p.op_at(moment)}", "workspace", moment, moment, size)
 
     def unit(self, index: int) -> None:
         """Seconds, workspace and private bytes of one role of an op."""
         unit, k = self.problem.units[index], self.options[index]
         self.seconds += unit.seconds[k]
         if unit.role is Role.OUTPUT:
-            self.hold(f"workspace of {unit.op}", unit.moment, unit.moment, unit.workspace[k])
+            self.hold(f"workspace of {unit.op}", "workspace", unit.moment, unit.moment, unit.workspace[k])
         if unit.backward_workspace:
             then = self.problem.backward(unit.moment)
-            self.hold(f"workspace of {unit.op}", then, then, unit.backward_workspace[k])
+            self.hold(f"workspace of {unit.op}", "workspace", then, then, unit.backward_workspace[k])
         if unit.kept:
             first = unit.moment if unit.kept_from is None else unit.kept_from
-            self.hold(f"statistics of {unit.op}", first, self.problem.backward(unit.moment), unit.kept[k])
+            self.hold(f"statistics of {unit.op}", "statistics", first, self.problem.backward(unit.moment), unit.kept[k])
             self.saved += unit.kept[k] if unit.kept_from is None else 0
 
-    def hold(self, what: str, first: int, last: int, size: int) -> None:
-        """Bytes that are held from one moment to another, both included."""
+    def hold(self, what: str, kind: str, first: int, last: int, size: int) -> None:
+        """Bytes of a kind (`plans.Holding`) that are held from one moment to another, both included."""
         if size:
             self.held.append((what, first, last, size))
+            self.kinds.append(kind)
 
     def format(self, unit: int | None) -> str:
         """The format of a unit; FP32 where nothing is decided."""
@@ -121,7 +126,7 @@ class Step:
                 last[key] = max(last.get(key, t.birth), p.backward(use.moment))
             self.saved += sum(t.bytes_in(f) for f in {self.copy(u.unit) for u in t.savers if u.kept_from is None})
         for (f, begin), end in last.items():
-            self.hold(t.id, begin, end, t.bytes_in(f))
+            self.hold(t.id, f"activations, {f}", begin, end, t.bytes_in(f))
         self.gradients(t, born)
 
     def gradients(self, t: PlanTensor, born: str) -> None:
@@ -133,12 +138,14 @@ class Step:
         if last:
             last.setdefault(born, p.backward(t.birth))
         for f, first in last.items():
-            self.hold(what, first, p.backward(t.birth), t.numel * bytes_of(f))
+            self.hold(what, _GRADIENTS, first, p.backward(t.birth), t.numel * bytes_of(f))
         for use in t.gradient_readers[:-1]:
             then = p.backward(use.moment)
-            self.hold(f"sum of the {what}", then, then, t.numel * bytes_of(self.result(use.unit)))
+            self.hold(f"sum of the {what}", _GRADIENTS, then, then, t.numel * bytes_of(self.result(use.unit)))
         for moment in t.slices:
-            self.hold(f"slice of the {what}", p.backward(moment), p.backward(moment), t.numel * bytes_of(born))
+            self.hold(
+                f"slice of the {what}", _GRADIENTS, p.backward(moment), p.backward(moment), t.numel * bytes_of(born)
+            )
 
     def store(self, t: PlanTensor, storage: str) -> None:
         """The narrow copy of one tensor, what is made of it in the backward pass (but for GEMMs), and the masks of the
@@ -149,15 +156,15 @@ class Step:
             self.remake(t)
         else:
             self.seconds += p.cast_seconds(self.copy(unit), storage, t.numel)
-            self.hold(t.id, moment, p.backward(moment), t.stored_bytes(storage))
+            self.hold(t.id, f"activations, {storage}", moment, p.backward(moment), t.stored_bytes(storage))
             self.saved += t.stored_bytes(storage)
         for saver in t.others:
             f, then = self.copy(saver.unit), p.backward(saver.moment)
             if f != storage:
                 self.seconds += p.cast_seconds(storage, f, saver.numel)
-                self.hold(f"{t.id} read again", then, then, saver.numel * bytes_of(f))
+                self.hold(f"{t.id} read again", "read again", then, then, saver.numel * bytes_of(f))
         for moment in t.masks:
-            self.hold(f"mask of {t.id}", moment, p.backward(moment), t.mask_bytes)
+            self.hold(f"mask of {t.id}", "masks", moment, p.backward(moment), t.mask_bytes)
             self.saved += t.mask_bytes
 
     def remake(self, t: PlanTensor) -> None:
@@ -167,7 +174,7 @@ class Step:
         self.seconds += dict(t.remaking.seconds)[made]
         first, last = p.made_again(t)
         if first < last:  # at the last moment it is there for the weight's gradient alone, which comes first
-            self.hold(f"{t.id} made again", first, last - 1, t.numel * bytes_of(made))
+            self.hold(f"{t.id} made again", "made again", first, last - 1, t.numel * bytes_of(made))
 
     def storage_of(self, gemm: Gemm) -> str | None:
         """How the input of a GEMM is kept for its backward pass; None if that is as it was."""
@@ -205,7 +212,7 @@ class Step:
             held.append(there + made_of)  # what it is made of is gone when the product begins
         early, late = p.one_after_the_other(gemm, self.format(gemm.output))
         held = [held[0] + early, *(max(0, size - late) for size in held[1:])]
-        self.hold(f"workspace of {gemm.op}", moment, moment, max(held))
+        self.hold(f"workspace of {gemm.op}", "workspace", moment, moment, max(held))
 
     def loss_variance(self) -> float:
         """E(δL)² per step over all rounding events."""

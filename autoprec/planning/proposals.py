@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from autoprec.devices import Device
 from autoprec.graphs import OpGraph
 from autoprec.planning.evaluator import evaluate
+from autoprec.planning.memory import holdings
 from autoprec.planning.pricing import Prices
 from autoprec.planning.problem import Problem
 from autoprec.planning.reasons import Reason, Reasons, violation_text
@@ -146,7 +147,16 @@ class Proposals:
             graph_fingerprint=self.question.graph.fingerprint,
             device=self.question.device.name,
             contestants=contestants,
+            memory=holdings(problem, self.question.graph, self._compared(solution)) if reasons else (),
         )
+
+    def _compared(self, solution: Solution) -> dict[str, Solution]:
+        """The solution, and those whose memory people compare it with."""
+        found = {"plan": solution}
+        for name in ("fp32", *(["bf16"] if "bf16" in self.question.policy.formats else [])):
+            choice = uniform_choice(self.problem, name)
+            found[name] = Solution(choice=choice, evaluation=evaluate(self.problem, choice), bound=0.0)
+        return found
 
     def _regions(self, choice: Choice) -> tuple[Region, ...]:
         graph, policy = self.question.graph, self.question.policy

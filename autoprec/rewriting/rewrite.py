@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from autoprec.errors import PlanError
@@ -33,7 +34,7 @@ from autoprec.numerics.gemm import matmul
 from autoprec.numerics.keeping import keep_in
 from autoprec.numerics.kernels import kernel
 from autoprec.numerics.lean import lean, relu_keeping_bits
-from autoprec.numerics.norms import norm
+from autoprec.numerics.norms import layer_norm, norm
 from autoprec.numerics.packing import encode
 from autoprec.numerics.products import GemmSpec
 from autoprec.numerics.remaking import made_again
@@ -359,6 +360,8 @@ class _Rewriter(Storing):
             return self._norm_in_fp16(op, region)
         whole = self.device_type != "cpu" and op.kind in ("layer_norm", "group_norm", "rms_norm")
         new = self.copy_main(op, lambda n: self.in_format(n, fmt, region) if n is x or whole else self.as_written(n))
+        if op.kind == "layer_norm" and new.target is F.layer_norm:
+            new.target = layer_norm
         if op.kind in ("rms_norm", "instance_norm"):
             new = self.call(cast, (new, dtype_of(fmt)))
         return new

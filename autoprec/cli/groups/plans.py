@@ -43,12 +43,15 @@ def explain(
     why_not: Annotated[
         str | None, typer.Option("--why-not", metavar="FORMAT", help="Why OP is not (or not kept) in this format.")
     ] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Where every byte of the peak is, by layer and kind.")
+    ] = False,
     json: Json = False,
 ) -> int:
     """Say what each op of a plan got, and why."""
     from autoprec.cli.planning import show_plan
 
-    return show_plan(plan, op, why_not, as_json=json)
+    return show_plan(plan, op, why_not, memory=memory, as_json=json)
 
 
 @command
