@@ -12,7 +12,7 @@ from autoprec.graphs import OpGraph
 from autoprec.planning.evaluator import evaluate, holders
 from autoprec.planning.highs import smallest_peak
 from autoprec.planning.polish import polish
-from autoprec.planning.problem import build_problem, fixed_bytes
+from autoprec.planning.problem import Problem, build_problem, fixed_bytes
 from autoprec.planning.proposals import Proposals, Question, rivals, totals_of
 from autoprec.planning.reasons import bytes_text, violation_text
 from autoprec.planning.relaxing import what_to_change
@@ -88,7 +88,30 @@ def propose(question: Question, *, relative_gap: float | None = None, advise: bo
         raise InfeasibleError(_why_infeasible(question, gap, advise))
     if solution.gap > 0.0 and decisions_count(problem) <= LARGE:
         solution = polish(problem, solution)
+    if problem.objective == "bytes" and problem.budget_bytes is None and decisions_count(problem) <= LARGE:
+        solution = _at_a_low_peak(problem, solution, gap)
     return Proposals(question=question, all=rivals(problem, solution, question.policy.formats))
+
+
+#: Of the bytes that precision can change: what predictions of peaks differ by anyway (docs/measurements/memory.md).
+_LOW_FRAC = 0.02
+
+
+def _at_a_low_peak(problem: Problem, solution: Solution, gap: float) -> Solution:
+    """Who asks for few bytes means the peak, too. Of plans that keep equally few some peak half as high again (what is
+    there for a moment is not kept), so this is the best of those within some percent of the smallest peak."""
+    least = smallest_peak(problem, relative_gap=max(gap, _LOW_FRAC / 2))
+    if least is None:
+        return solution
+    room = int(_LOW_FRAC * (least.evaluation.peak_bytes - problem.fixed_bytes))
+    limited = replace(problem, budget_bytes=least.evaluation.peak_bytes + room)
+    if solution.evaluation.peak_bytes <= least.evaluation.peak_bytes + room:
+        return solution
+    lower = solve(limited, relative_gap=gap)
+    if lower is None:
+        return solution
+    # Its bound is that of the plans with a low peak.
+    return replace(lower, evaluation=evaluate(problem, lower.choice))
 
 
 def uniform_plan(question: Question, format_name: str) -> Plan:
