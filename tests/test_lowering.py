@@ -117,6 +117,16 @@ def test_what_is_kept_is_what_the_plan_says(formats: dict[str, str]) -> None:
     assert made.kept_bytes == 256 * (16 + 64) + 2 * 4 + 256 * 2 * 4
 
 
+def test_what_equals_a_storage_is_not_kept_twice() -> None:
+    """Where a storage is the tensor itself (BF16 of BF16), what is made again of it is what the forward pass made."""
+    plan = plan_of(FORMATS, {"up:linear#0": "bf16", ":gelu#0": ("up:linear#0",)})
+    eager, compiled, model = both(Block(), plan, torch.randn(256, 16))
+    assert furthest(eager[0][1], compiled[0][1]) < BF16_EPS
+    (made,) = autoprec.session(model).lowering.compiled
+    wide = [(t.tensor, t.bytes, t.planned) for t in made.kept if t.bytes >= 256 * 64]
+    assert wide == [("up:linear#0", 256 * 64 * 2, True)]
+
+
 def test_gradients_are_those_of_the_rounded_tensors() -> None:
     """Furthest from the plan without storages, near to eager's with them: the storages are really read."""
     torch.manual_seed(1)

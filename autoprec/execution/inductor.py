@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._functorch import config as functorch_config
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
@@ -25,7 +26,8 @@ from autoprec.errors import UnsupportedError
 from autoprec.execution.checking import CheckingInterpreter
 from autoprec.execution.lowering import Compiled, KeptTensor
 from autoprec.numerics.compilers import OF_TENSOR
-from autoprec.plans import AS_IS, Plan
+from autoprec.numerics.dtypes import dtype_of, has_dtype
+from autoprec.plans import AS_IS, RECOMPUTED, Plan
 from autoprec.rewriting.rewrite import Rewritten
 from autoprec.tracing.bindings import Binding
 
@@ -76,7 +78,7 @@ class Inductor:
         return run, lambda sizes: not code or environment.evaluate_guards_expression(code, sizes)
 
     def _compile(self, examples: Sequence[Any]) -> Callable[..., Any]:
-        partitioner = Partitioner(self._sizes())
+        partitioner = Partitioner(self._narrow())
         begin = time.perf_counter()
         try:
             with (
@@ -99,12 +101,17 @@ class Inductor:
         )
         return run
 
-    def _sizes(self) -> dict[str, int]:
-        """Of each tensor that the plan does not keep as it is, how many elements it has."""
+    def _narrow(self) -> dict[str, tuple[int, str]]:
+        """Of each tensor that the plan does not keep as it is: how many elements it has, and torch's name for what it
+        is kept in, "" where it is made again."""
+        found = {}
         kept = {} if self._plan is None else self._plan.storage_of
-        made = {t: n.meta.get("example_value") for n, t in self._binding.tensor_id.items()}
-        narrow = {t: made[t] for t, storage in kept.items() if storage != AS_IS and t in made}
-        return {t: _hint(x.numel()) for t, x in narrow.items() if isinstance(x, Tensor)}
+        for node, tensor in self._binding.tensor_id.items():
+            value, storage = node.meta.get("example_value"), kept.get(tensor, AS_IS)
+            if storage != AS_IS and isinstance(value, Tensor):
+                dtype = str(dtype_of(storage)) if storage != RECOMPUTED and has_dtype(storage) else ""
+                found[tensor] = (_hint(value.numel()), dtype.removeprefix("torch."))
+        return found
 
     @property
     def _name(self) -> str:
@@ -142,20 +149,23 @@ def _labelled(
 class Partitioner(CustomPartitionerFn):
     """torch's own partitioner, under the marks that tracing has left, and what it decided."""
 
-    def __init__(self, narrow: Mapping[str, int]) -> None:
-        """`narrow`: of each tensor that the plan does not keep as it is, how many elements it has."""
+    def __init__(self, narrow: Mapping[str, tuple[int, str]]) -> None:
+        """`narrow`: of each tensor that the plan does not keep as it is, how many elements it has, and in which dtype
+        it is kept."""
         self._narrow = narrow
         self.kept: tuple[KeptTensor, ...] = ()
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
         """(forward graph, backward graph)."""
         count = kwargs.pop("num_fwd_outputs")
+        _mark_twins(gm.graph)
+        gm.graph = fx_graph_cse(gm.graph)
+        _recompute_casts_of_inputs(gm.graph)
         # torch's partitioner honours must-save on what the forward pass needs anyway. So storages are results of it
         # while it decides.
         storages = _storages(gm.graph)
-        _recompute_casts_of_inputs(gm.graph)
-        _splice_outputs(gm, count, count, storages)
         more = len(storages)
+        _splice_outputs(gm, count, count, storages)
         forward, backward = min_cut_rematerialization_partition(
             gm, joint_inputs, num_fwd_outputs=count + more, **kwargs
         )
@@ -167,13 +177,16 @@ class Partitioner(CustomPartitionerFn):
     def _kept(self, node: fx.Node) -> KeptTensor:
         value = node.meta["val"]
         tensor = node.meta.get("custom", {}).get(OF_TENSOR, "")
-        planned = node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+        dtype = str(value.dtype).removeprefix("torch.")
+        size, storage = self._narrow.get(tensor, (0, ""))
+        # What is in the storage's dtype anyway is not marked: nothing was made of it.
+        planned = node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE or (bool(size) and dtype == storage)
         return KeptTensor(
             tensor=tensor,
-            dtype=str(value.dtype).removeprefix("torch."),
+            dtype=dtype,
             bytes=_hint(value.numel()) * value.element_size(),
             planned=planned,
-            again=not planned and tensor in self._narrow and 2 * _hint(value.numel()) > self._narrow[tensor],
+            again=bool(size) and not planned and 2 * _hint(value.numel()) > size,
         )
 
     def uuid(self) -> str:
@@ -205,6 +218,26 @@ def _storages(graph: fx.Graph) -> list[fx.Node]:
     # Constants are whoever's, once equal ones are merged.
     tensors = [n for n in graph.nodes if isinstance(n.meta.get("val"), Tensor) and n.all_input_nodes]
     return [n for n in tensors if marked(n) and not all(map(marked, n.users))]
+
+
+def _mark_twins(graph: fx.Graph) -> None:
+    """Equal nodes are about to become one, with the marks of the first: a storage in BF16 may be the cast that a
+    product reads, and what is made again of a tensor kept as it is was made of the same before. So all get the mark."""
+    twin: dict[fx.Node, fx.Node] = {}
+    equal: dict[Any, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function":
+            arguments = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: twin.get(n, n))
+            same = equal.setdefault(f"{node.target} {arguments}", [])
+            same.append(node)
+            twin[node] = same[0]
+    for nodes in equal.values():
+        marks = {n.meta.get("recompute") for n in nodes}
+        for mark in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE):
+            if mark in marks:
+                for n in nodes:
+                    n.meta["recompute"] = mark
+                break
 
 
 def _recompute_casts_of_inputs(graph: fx.Graph) -> None:
