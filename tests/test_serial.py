@@ -327,3 +327,8 @@ def test_any_plan_round_trips(tmp_path: Path, plan: Plan) -> None:
     serial.write_plan(tmp_path / "p.yaml", plan)
     read = serial.read_plan(tmp_path / "p.yaml")
     assert repr(read) == repr(plan) and read.fingerprint == plan.fingerprint
+
+
+def test_path_and_value_in_the_other_order(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="the path comes first, then the plan; a Plan is no path"):
+        serial.write_plan(Plan(assignments=()), tmp_path / "plan.yaml")  # type: ignore[arg-type]

@@ -192,6 +192,8 @@ def _decoded(root: Node, name: str, kind: type[T], source: Source) -> T:
 
 
 def _write(path: PathLike, name: str, value: Any, error: type[InputError]) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        raise error(f"the path comes first, then the {name}; a {type(path).__name__} is no path")
     try:
         fields = sorted(encode(value).items(), key=lambda item: isinstance(item[1], list))
         plain = {"autoprec": name, "version": VERSION, **dict(fields)}
