@@ -134,7 +134,7 @@ class Scheduler:
         state = measured_optimizer_bytes or optimizer_bytes(self.policy.optimizer, graph.gradient_bytes)
         graph = self._observed.graph = replace(graph, optimizer_bytes=state)
         self.policy.check_against(graph)
-        proposals = propose(self._question(None))
+        proposals = propose(self._question(None), low_peak=True)
         if tournament.empty or (proposals.problem.budget_bytes is None and len(proposals.all) == 1):
             return by_prediction(proposals)
         return _contest(proposals, tournament)

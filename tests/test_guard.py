@@ -206,6 +206,7 @@ def test_an_overflow_of_fp16_is_caught_named_and_promoted() -> None:
     model = autoprec.compile(
         nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1)),
         policy=policy,
+        budget="1GiB",  # bytes kept alone count, not the peak
         events="events.jsonl",
     )
     session = autoprec.session(model)

@@ -347,10 +347,10 @@ def test_explain_shows_the_contestants(proposals, tmp_path, capsys: pytest.Captu
 
     plan = adopt(proposals, measured(fp32=1.0, bf16=0.6, fp16=0.9, solver=0.5), None)
     write_plan(tmp_path / "plan.yaml", plan)
-    assert show_plan(tmp_path / "plan.yaml", None, None, as_json=False) == 0
+    assert show_plan(tmp_path / "plan.yaml", None, None, memory=False, as_json=False) == 0
     said = capsys.readouterr().out
     assert "Which plan was adopted" in said and "20.0% slower" in said and "adopted" in said
     bare = dataclasses.replace(plan, contestants=())
     write_plan(tmp_path / "bare.yaml", bare)
-    show_plan(tmp_path / "bare.yaml", None, None, as_json=False)
+    show_plan(tmp_path / "bare.yaml", None, None, memory=False, as_json=False)
     assert "Which plan was adopted" not in capsys.readouterr().out

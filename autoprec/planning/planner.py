@@ -73,13 +73,16 @@ def ask(
     return Question(graph=graph, profile=profile, device=device, policy=policy, problem=problem, fp32=fp32)
 
 
-def propose(question: Question, *, relative_gap: float | None = None, advise: bool = True) -> Proposals:
+def propose(
+    question: Question, *, relative_gap: float | None = None, advise: bool = True, low_peak: bool = False
+) -> Proposals:
     """The best choice that keeps the noise limits and the budget, and its rivals.
 
     `relative_gap` is how far from the proven optimum the solver may stop: by default 0 for small models and a
     thousandth for large ones (timings are not measured more finely); the plan carries the gap that was reached.
     `InfeasibleError` with the smallest feasible budget if there is no such choice, and, unless `advise` is False, with
-    what every limit of the policy costs, which takes longer.
+    what every limit of the policy costs, which takes longer. With `low_peak`, where bytes are minimised without a
+    budget, the best choice is that of those whose peak is within some percent of the smallest.
     """
     problem = question.problem
     gap = gap_for(problem) if relative_gap is None else relative_gap
@@ -88,7 +91,8 @@ def propose(question: Question, *, relative_gap: float | None = None, advise: bo
         raise InfeasibleError(_why_infeasible(question, gap, advise))
     if solution.gap > 0.0 and decisions_count(problem) <= LARGE:
         solution = polish(problem, solution)
-    if problem.objective == "bytes" and problem.budget_bytes is None and decisions_count(problem) <= LARGE:
+    free = problem.objective == "bytes" and problem.budget_bytes is None
+    if low_peak and free and decisions_count(problem) <= LARGE:
         solution = _at_a_low_peak(problem, solution, gap)
     return Proposals(question=question, all=rivals(problem, solution, question.policy.formats))
 

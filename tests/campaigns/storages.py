@@ -83,6 +83,7 @@ def policy(storage: str) -> autoprec.Policy:
         name=storage,
         formats=["fp32"],
         objective="bytes",
+        budget="1GiB",  # which no sample needs: bytes kept alone count, not the peak
         noise={"gradient": 1e3, "loss": 1e3},
         storage={"formats": [storage]},
         calibration={"steps": 2},
