@@ -8,7 +8,7 @@ which tracing takes from `torch.fx.traceback.current_meta`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ def is_traced(x: Tensor) -> bool:
 
 @contextmanager
 def _marked(policy: CheckpointPolicy, **custom: str) -> Iterator[None]:
+    # The process has one, so this is for the thread that traces alone.
     meta = traceback.current_meta
     before = {key: meta[key] for key in ("recompute", "custom") if key in meta}
     meta["recompute"] = policy
@@ -40,14 +41,14 @@ def _marked(policy: CheckpointPolicy, **custom: str) -> Iterator[None]:
         meta.update(before)
 
 
-def saved_for_backward(tensor: str) -> AbstractContextManager[None]:
-    """Around what makes a storage of a tensor, which is kept for the backward pass as it is."""
-    return _marked(CheckpointPolicy.MUST_SAVE, **{OF_TENSOR: tensor})
+def saved_for_backward(x: Tensor, tensor: str) -> AbstractContextManager[None]:
+    """Around what makes a storage of `x`, the tensor of that id, which is kept for the backward pass as it is."""
+    return _marked(CheckpointPolicy.MUST_SAVE, **{OF_TENSOR: tensor}) if is_traced(x) else nullcontext()
 
 
-def made_in_backward() -> AbstractContextManager[None]:
-    """Around what must not be kept for the backward pass, but made there."""
-    return _marked(CheckpointPolicy.MUST_RECOMPUTE)
+def made_in_backward(x: Tensor) -> AbstractContextManager[None]:
+    """Around what must not be kept for the backward pass, but made there, of `x` among others."""
+    return _marked(CheckpointPolicy.MUST_RECOMPUTE) if is_traced(x) else nullcontext()
 
 
 @contextmanager

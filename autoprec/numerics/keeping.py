@@ -39,7 +39,7 @@ class Cell:
         numel = memory.nbytes() // x.element_size()
         if not x.numel() or numel > self._numel:
             return None
-        with saved_for_backward(self.tensor):
+        with saved_for_backward(x, self.tensor):
             for reference, packed in self._made:
                 if reference.cdata == memory._cdata and not reference.expired():
                     return _seen_as(packed, x)
@@ -155,5 +155,5 @@ def keep_in(cell: Cell, x: Tensor, storage: str) -> Packed | None:
     come."""
     if not torch.is_grad_enabled():
         return None
-    with saved_for_backward(cell.tensor):
+    with saved_for_backward(x, cell.tensor):
         return cell.part(x) or encode(x, storage)

@@ -124,7 +124,7 @@ def decode(packed: Packed, dtype: torch.dtype) -> Tensor:
     """What was packed, in `dtype` (float32, bfloat16 or float16): exact where that has the numbers, else rounded."""
     fmt = format_named(packed.format)
     if is_traced(packed.payload):
-        with made_in_backward():
+        with made_in_backward(packed.payload):
             return _decoded(packed, fmt, dtype)
     if packed.inverse_scale is None:
         return packed.payload.to(dtype)

@@ -107,7 +107,7 @@ class _Making:
     def result(self, read: Callable[[], list[Tensor]]) -> Tensor:
         """The tensor; held until so many have asked for it as keep it."""
         if self._made is None:
-            with torch.no_grad(), made_in_backward():
+            with torch.no_grad(), made_in_backward(self._like):
                 self._made, self._left = self._in_its_layout(self._run(read())), self.uses
         found, self._left = self._made, self._left - 1
         if self._left == 0:
