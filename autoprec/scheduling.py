@@ -162,7 +162,7 @@ class Scheduler:
                 raise InfeasibleError("the plan came from a file, without the profile that it was made from")
             question = self._question(before.budget_bytes)
             fastest = None if before.adopted is None else before.adopted.name
-            plan = by_prediction(propose(question, advise=False), prefer=fastest)
+            plan = by_prediction(propose(question, advise=False, low_peak=True), prefer=fastest)
         except InfeasibleError as error:
             return _without(before, self.banned), f"the promoted ops run in fp32 outside the budgets: {error}"
         return plan, ""

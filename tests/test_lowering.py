@@ -10,11 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import traceback
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import autoprec
 from autoprec.errors import InputError
+from autoprec.execution import inductor
 from autoprec.graphs import Role
+from autoprec.numerics.compilers import made_in_backward, saved_for_backward
 from autoprec.plans import Assignment, Plan, Storage
 from autoprec.policies import Rule
 from autoprec.serial import load_policy
@@ -283,6 +287,46 @@ def test_calibrated_planned_and_raced_as_it_will_run() -> None:
     assert raced == len([c for c in session.plan.contestants if c.measured is not None])
     loss_fn(model, batches[0]).backward()
     assert len(session.lowering.compiled) == raced  # the winner was compiled for the race
+
+
+def test_a_contestant_that_does_not_compile_is_not_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The race goes on without it, and says why."""
+    compiler = inductor.compile_fx
+
+    def refuse_narrow(module: Any, examples: Any) -> Any:
+        if any(getattr(n.target, "__name__", "") == "open_cell" for n in module.graph.nodes):
+            raise RuntimeError("no such kernel")
+        return compiler(module, examples)
+
+    monkeypatch.setattr(inductor, "compile_fx", refuse_narrow)
+    torch.manual_seed(0)
+    model, batches = Block(32), [torch.randn(256, 32) for _ in range(3)]
+    policy = load_policy("memory").replaced(calibration={"steps": 2})
+    autoprec.compile(
+        model,
+        policy=policy,
+        batches=batches,
+        loss_fn=lambda m, x: m(x).square().mean(),
+        events=None,
+        backend="inductor",
+    )
+    found = {c.name: c for c in autoprec.session(model).plan.contestants}
+    assert "no such kernel" in found["solver"].verdict and not found["solver"].adopted
+    model(batches[0]).square().mean().backward()
+
+
+def test_marks_are_for_what_is_traced_alone() -> None:
+    """Others may run backward passes meanwhile, on threads of their own, and the marks are the process's."""
+    x = torch.randn(4)
+    for around in (saved_for_backward(x, "x"), made_in_backward(x)):
+        with around:
+            assert "recompute" not in traceback.current_meta
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(x)
+        with saved_for_backward(fake, "x"):
+            assert traceback.current_meta["recompute"] is CheckpointPolicy.MUST_SAVE
+            assert traceback.current_meta["custom"] == {"autoprec_tensor": "x"}
+    assert "recompute" not in traceback.current_meta
 
 
 @pytest.mark.parametrize("mistake", ["backend", "rule", "plan"])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from autoprec.errors import UnsupportedError
 from autoprec.execution.lowering import Lowering, Runner
 from autoprec.execution.measuring import peak_bytes
 from autoprec.execution.replay import CallRecord, shadow, shadow_arguments
@@ -79,7 +80,8 @@ class Tournament:
             try:
                 modules[name] = [self._lowered(call, plan) for call in self._calls]
                 outcomes[name] = self._compared(modules[name])
-            except RuntimeError as error:  # torch's only word for no kernel and for no memory: not to be adopted
+            # torch's only word for no kernel and for no memory, and what a compiler refuses: not to be adopted.
+            except (RuntimeError, UnsupportedError) as error:
                 outcomes[name] = Outcome(failure=f"it failed: {str(error).partition(chr(10))[0][:200]}")
             if outcomes[name].failure:
                 modules.pop(name, None)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from autoprec.devices import Device
-from autoprec.errors import InfeasibleError, PolicyError
+from autoprec.errors import InfeasibleError, PolicyError, SolverError
 from autoprec.graphs import OpGraph
 from autoprec.planning.evaluator import evaluate, holders
 from autoprec.planning.highs import smallest_peak
@@ -104,7 +104,10 @@ _LOW_FRAC = 0.02
 def _at_a_low_peak(problem: Problem, solution: Solution, gap: float) -> Solution:
     """Who asks for few bytes means the peak, too. Of plans that keep equally few some peak half as high again (what is
     there for a moment is not kept), so this is the best of those within some percent of the smallest peak."""
-    least = smallest_peak(problem, relative_gap=max(gap, _LOW_FRAC / 2))
+    try:
+        least = smallest_peak(problem, relative_gap=max(gap, _LOW_FRAC / 2))
+    except SolverError:  # no proof of the smallest: what was asked for is there
+        return solution
     if least is None:
         return solution
     room = int(_LOW_FRAC * (least.evaluation.peak_bytes - problem.fixed_bytes))
