@@ -92,7 +92,6 @@ class Session:
             raise InputError(f"{type(model).__name__} has no parameters: there is nothing to schedule")
         refusals.refuse_half(self._parameters)
         self._sites = SiteRegister()
-        self._sites_settled = False
         self._slots: dict[tuple[Template, tuple[int, ...]], Slot] = {}
         self.unowned: set[Template] = set()
         self._observed = Observations(
@@ -100,12 +99,11 @@ class Session:
         )
         self._scheduler = Scheduler(self.policy, device, self._device_type, self._observed)
         self._provisional = Provisional(self._scheduler, self._device_type)
-        self._window_steps = 0
-        self._up_front = self._entered = False
+        self._window_steps = self._bad_in_row = 0
+        self._up_front = self._entered = self._sites_settled = False
         self._parts: list[nn.Module] = []
         self._calls: deque[CallRecord] = deque(maxlen=_MOST_CALLS)
         self._ran: set[Slot] = set()
-        self._bad_in_row = 0
         self._incident = ""
         dispatch.adopt(list(self._parameters.values()), self)
         dispatch.install(model, self)
