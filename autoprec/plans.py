@@ -104,7 +104,8 @@ class Assignment:
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """How one tensor is kept for backward, and why: `AS_IS`, the name of a narrower format, or `RECOMPUTED`.
+    """How one tensor is kept for backward, or what a frozen parameter lives in for good (`param:` and its name), and
+    why: `AS_IS`, the name of a narrower format, or `RECOMPUTED`.
 
     `made_from`: what is kept in place of a tensor that is recomputed. `alternatives` and `dropped` as in `Assignment`,
     of the policy's storages.
@@ -145,8 +146,8 @@ class Region:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Sums over one training step. `saved_bytes` is what autograd holds between forward and backward, without
-    parameters and inputs; `peak_bytes` is the largest sum over the moments of the step; `loss_sigma` the standard
+    """Sums over one training step. `saved_bytes` is what autograd holds between forward and backward, without inputs,
+    and of parameters only the frozen ones whose format is decided; `peak_bytes` is the largest sum over the moments of the step; `loss_sigma` the standard
     deviation that rounding adds to the loss; `gradient_ratio` the largest √(E‖δ∇W‖² / spread) over the weights."""
 
     seconds: float
@@ -238,7 +239,7 @@ class Plan:
 
     Attributes:
         assignments: by (op, role).
-        storages: for tensors kept for backward whose storage was decided.
+        storages: for tensors kept for backward whose storage was decided, and for frozen parameters.
         regions: FP16 regions with their gradient scales.
         saturating: tensors whose casts saturate instead of overflowing to inf: constants and masks that leave the
             format by design, never activations.
@@ -291,6 +292,11 @@ class Plan:
         return {s.tensor: s.format for s in self.storages}
 
     @cached_property
+    def living(self) -> dict[str, str]:
+        """Of each frozen parameter that lives in a narrow format, its tensor id and that format."""
+        return {t: f for t, f in self.storage_of.items() if t.startswith("param:") and f != AS_IS}
+
+    @cached_property
     def made_from_of(self) -> dict[str, tuple[str, ...]]:
         """Of each tensor that is recomputed, what from."""
         return {s.tensor: s.made_from for s in self.storages if s.format == RECOMPUTED}
@@ -331,7 +337,7 @@ class Event:
 
     Attributes:
         step: optimizer steps completed before it.
-        kind: "calibrated", "planned", "promoted", "bad_step", "warning", "unwrapped".
+        kind: "calibrated", "planned", "promoted", "bad_step", "warning", "frozen", "unwrapped".
         op: the op concerned, or "".
         was, now: formats before and after, or "".
         trigger: "overflow", "saturation", "nonfinite", ...

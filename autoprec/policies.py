@@ -199,7 +199,13 @@ class StorageOptions(_Part):
         description="Whether a tensor may be made again in the backward pass from what others keep.",
     )
 
-    @validator("formats")
+    frozen: Many[str] = Field(
+        default=(),
+        json_schema_extra=some_of(STORAGE_FORMATS),
+        description="What a frozen weight may live in for good, without an FP32 copy; none means in FP32.",
+    )
+
+    @validator("formats", "frozen")
     @classmethod
     def _implemented(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         return _named_formats(names, STORAGE_FORMATS, "is no storage")

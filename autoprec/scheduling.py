@@ -76,7 +76,8 @@ class Scheduler:
         with torch.random.fork_rng(devices=cuda_devices(self._device_type)):
             native = native_formats(self._device_type)
             wanted = [f for f in formats if not is_operands_only(f) or f in native or f in pinned]
-            casts = measure_casts(self._device_type, (*wanted, *self.policy.storage.formats))
+            kept = (*self.policy.storage.formats, *self.policy.storage.frozen)
+            casts = measure_casts(self._device_type, (*wanted, *kept))
             if self.device is None:
                 return time_ops(cases, wanted, casts)
             _check_switches(self.device, casts.fp32_products)
@@ -139,11 +140,13 @@ class Scheduler:
             return by_prediction(proposals)
         return _contest(proposals, tournament)
 
-    def _question(self, budget_bytes: int | None) -> Question:
+    def _question(self, budget_bytes: int | None, living: Mapping[str, str] | None = None) -> Question:
         _, graph, profile = self._seen()
         assert self.device is not None
         banned = frozenset(self.banned)
-        return ask(graph, profile, self.device, self.policy, budget_bytes=budget_bytes, banned=banned)
+        return ask(
+            graph, profile, self.device, self.policy, budget_bytes=budget_bytes, banned=banned, living=living
+        )
 
     def unstable(self, plan: Plan, window: Profile) -> tuple[Verdict, ...]:
         """What must leave its format, by the ranges of a window. They are remembered for planning again."""
@@ -160,7 +163,7 @@ class Scheduler:
         try:
             if self._observed.profile is None or self.device is None:
                 raise InfeasibleError("the plan came from a file, without the profile that it was made from")
-            question = self._question(before.budget_bytes)
+            question = self._question(before.budget_bytes, before.living)
             fastest = None if before.adopted is None else before.adopted.name
             plan = by_prediction(propose(question, advise=False, low_peak=True), prefer=fastest)
         except InfeasibleError as error:
@@ -214,10 +217,12 @@ def _measured(proposals: Proposals, outcomes: Mapping[str, Outcome]) -> dict[str
     plain = outcomes.get("fp32")
     if plain is None or plain.failure:
         plain = None
-    return {name: _measurement(proposals, o, plain) for name, o in outcomes.items()}
+    problem, options = proposals.problem, {p.name: p.solution.choice.options for p in proposals.all}
+    lives = {name: problem.frozen_bytes(options[name]) for name in outcomes}
+    return {name: _measurement(proposals, o, plain, lives[name]) for name, o in outcomes.items()}
 
 
-def _measurement(proposals: Proposals, found: Outcome, plain: Outcome | None) -> Measurement:
+def _measurement(proposals: Proposals, found: Outcome, plain: Outcome | None, lives: int) -> Measurement:
     if found.failure:
         return Measurement(failure=found.failure)
     change = ratio = None
@@ -234,7 +239,7 @@ def _measurement(proposals: Proposals, found: Outcome, plain: Outcome | None) ->
     return Measurement(
         seconds=found.seconds,
         ratio=found.ratio,
-        peak_bytes=proposals.problem.fixed_bytes + found.peak_bytes,
+        peak_bytes=proposals.problem.fixed_bytes + lives + found.peak_bytes,
         loss_change=change,
         gradient_ratio=ratio,
     )

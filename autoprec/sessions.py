@@ -21,6 +21,7 @@ from autoprec.errors import InputError, NonFiniteError, NotCapturedError
 from autoprec.events import EventLog
 from autoprec.execution import dispatch
 from autoprec.execution.attribution import investigate
+from autoprec.execution.freezing import FrozenParameters
 from autoprec.execution.lowering import Backend, Lowering
 from autoprec.execution.replay import CallRecord, in_backward, keep_gradients, record_call
 from autoprec.execution.slots import Slot
@@ -108,6 +109,7 @@ class Session:
         dispatch.adopt(list(self._parameters.values()), self)
         dispatch.install(model, self)
         self._guard = StepGuard(model, self._parameters, self)
+        self._frozen = FrozenParameters(model, self._parameters, self._event, plan)
 
     # What people read ------------------------------------------------------------------------------------------
 
@@ -185,6 +187,7 @@ class Session:
 
     def _bind(self, template: Template, arguments: Sequence[Any]) -> Slot:
         refusals.refuse_half(self._parameters)
+        self._frozen.thaw_trainable()
         buffer_names = {id(b): fqn for fqn, b in self.model.named_buffers()}
         refusals.refuse_strangers(self.model, template, arguments, known=self._names)
         trains = torch.is_grad_enabled() and self.model.training
@@ -198,8 +201,7 @@ class Session:
         trains = any(self._parameters[f].requires_grad for f in binding.parameters.values())
         slot = Slot(binding=binding, trains=trains, lowering=self.lowering)
         slot.adopt(self.plan, self._device_type)
-        late = refusals.unplanned(binding, self.graph) if self.plan and self.graph and slot.trains else ""
-        if late:
+        if self.plan and self.graph and slot.trains and (late := refusals.unplanned(binding, self.graph)):
             self._event("warning", trigger="unplanned", evidence=late)
         return slot
 
@@ -248,8 +250,7 @@ class Session:
         refusals.refuse_unscaled(self.plan, self.policy, scaled=scaled)
         if self._given_plan and self.steps == 0 and self.plan is not None and self._guard.in_step:
             ran = [slot.binding for slot in self._ran]
-            waiting = refusals.check_plan_fits(self.plan, self.model, self.bindings, ran)
-            if waiting:
+            if waiting := refusals.check_plan_fits(self.plan, self.model, self.bindings, ran):
                 what = f"{len(waiting)} ops of the plan did not run in the first step, the first: {waiting[0]}"
                 self._event("warning", trigger="not_run", evidence=what)
         if not missed or (self._entered and self._capture_parts(missed)):
@@ -281,8 +282,7 @@ class Session:
 
     def on_end(self, *, bad: bool) -> None:
         """Count the step, take its observations, plan at the end of calibration (called by the guard)."""
-        self._entered = False
-        self.step_was_skipped = bad
+        self._entered, self.step_was_skipped = False, bad
         if bad:
             self.skipped_steps += 1
             self._bad_in_row += 1
@@ -354,6 +354,7 @@ class Session:
         return self._scheduler.measure_device()
 
     def _adopt(self, plan: Plan) -> None:
+        self._frozen.adopt(plan)
         self.plan = plan
         for slot in self._slots.values():
             slot.adopt(plan, self._device_type)
@@ -439,12 +440,11 @@ class Session:
 
     def close(self) -> None:
         """Take everything off the model; it is the plain FP32 model again."""
-        model = self.model
-        for module in (model, *self._parts):
+        for module in (self.model, *self._parts):
             dispatch.uninstall(module)
         dispatch.release(list(self._parameters.values()))
         self._guard.remove()
         self._observed.drop()
         self._slots.clear()
         self._calls.clear()
-        self._event("unwrapped")
+        self._event("unwrapped", evidence=self._frozen.close())

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
+from autoprec.calibration.frozen import frozen_weight
 from autoprec.calibration.rows import row_weights
 from autoprec.calibration.structure import StructureRecorder
 from autoprec.graphs import OpClass
@@ -151,6 +152,13 @@ class StepObserver:
                 self.add(output_id, "gradient_weight_grad", histogram(g_taken, weights))
 
         self._on_gradient(y, record)
+
+    def frozen(self, fqn: str, how: Layout, weight: Tensor, x: Tensor, y: Tensor) -> None:
+        """Record what the rounding of a frozen weight does to the loss."""
+        found = frozen_weight(how, weight, x) if y.requires_grad and torch.is_grad_enabled() else None
+        if found is not None:
+            of = found
+            self._on_gradient(y, lambda g: self.add(f"param:{fqn}", "loss", histogram(of.taken, of.squares(g))))
 
     def output(self, y: Tensor) -> None:
         """Record what enters at an output of the graph: a scalar output is taken to be the loss."""
@@ -300,6 +308,9 @@ class ObservingInterpreter(GraphInterpreter):
                 x, weight = arguments["input"], arguments["weight"]
             with self._unseen():
                 self.observer.gemm(op.gemm.how, weight, self._taken[x_node], x, result, op.outputs[0])
+                frozen = self.binding.parameters.get(op.gemm.weight)
+                if frozen is not None and not weight.requires_grad:
+                    self.observer.frozen(frozen, op.gemm.how, weight, x, result)
         return result
 
     def _unseen(self) -> AbstractContextManager[object]:

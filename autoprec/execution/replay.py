@@ -36,6 +36,7 @@ _MASKING = {"masked_fill", "where", "full", "full_like", "new_full", "tril", "tr
 
 
 _ticks = itertools.count()
+_NOTHING: Mapping[int, Tensor] = {}
 
 
 @dataclass(eq=False)
@@ -113,13 +114,18 @@ def shadow(record: CallRecord) -> Iterator[None]:
             torch.cuda.set_rng_state(cuda)
 
 
-def shadow_arguments(record: CallRecord, buffers: Mapping[int, Tensor]) -> tuple[Any, ...]:
+def shadow_arguments(
+    record: CallRecord, buffers: Mapping[int, Tensor], instead: Mapping[int, Tensor] = _NOTHING
+) -> tuple[Any, ...]:
     """Leaves of the replay's own (no hooks, no `.grad`), buffers as they were at the start of the step. Parameters are
-    shared, but for those that the graph writes to."""
+    shared, but for those that the graph writes to; `instead`, by the identity of a parameter, what it is replaced by.
+    """
     binding = record.binding
     written = {binding.template.placeholders.index(node) for node in _written(binding)}
 
     def copy(i: int, x: Any) -> Any:
+        if id(x) in instead:
+            return instead[id(x)]
         if isinstance(x, nn.Parameter) or (isinstance(x, Tensor) and x.requires_grad):
             own = x.detach().clone() if i in written else x.detach()
             return own.requires_grad_(x.requires_grad)

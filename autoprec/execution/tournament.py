@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from autoprec.errors import UnsupportedError
+from autoprec.execution.freezing import rounded_as
 from autoprec.execution.lowering import Lowering, Runner
 from autoprec.execution.measuring import peak_bytes
 from autoprec.execution.replay import CallRecord, shadow, shadow_arguments
@@ -74,11 +75,11 @@ class Tournament:
 
     def run(self, plans: Mapping[str, Plan]) -> dict[str, Outcome]:
         """Every plan: once to compare, once for its peak, and in turn with the others for its seconds."""
-        modules: dict[str, list[Runner]] = {}
+        modules: dict[str, _Contestant] = {}
         outcomes: dict[str, Outcome] = {}
         for name, plan in plans.items():
             try:
-                modules[name] = [self._lowered(call, plan) for call in self._calls]
+                modules[name] = _Contestant([self._lowered(call, plan) for call in self._calls], self._rounded(plan))
                 outcomes[name] = self._compared(modules[name])
             # torch's only word for no kernel and for no memory, and what a compiler refuses: not to be adopted.
             except (RuntimeError, UnsupportedError) as error:
@@ -102,7 +103,19 @@ class Tournament:
         rewritten = None if plan.is_identity else rewrite(call.binding, plan, self._device.type)
         return self._lowering.runs(call.binding, plan, rewritten)
 
-    def _timed(self, modules: Mapping[str, Sequence[Runner]]) -> dict[str, list[float]]:
+    def _rounded(self, plan: Plan) -> dict[int, Tensor]:
+        """By their identities, frozen parameters as the plan has them. What was lowered for FP32 tensors is given
+        such, with the same values."""
+        held = self._lowering.backend == "eager"
+        frozen = [
+            (argument, fmt)
+            for call in self._calls
+            for node, argument in zip(call.binding.template.placeholders, call.arguments, strict=True)
+            if (fmt := plan.living.get(f"param:{call.binding.parameters.get(node, '')}")) is not None
+        ]
+        return {id(p): rounded_as(p, fmt, held=held) for p, fmt in frozen}
+
+    def _timed(self, modules: Mapping[str, _Contestant]) -> dict[str, list[float]]:
         taken: dict[str, list[float]] = {name: [] for name in modules}
         order, shuffle = list(modules), random.Random(0).shuffle
         rounds, begin = 0, time.perf_counter()
@@ -124,10 +137,10 @@ class Tournament:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _peak(self, lowered: Sequence[Runner]) -> int:
+    def _peak(self, lowered: _Contestant) -> int:
         return peak_bytes(_Replay(self._calls, lowered, self._buffers).run, self._device)
 
-    def _compared(self, lowered: Sequence[Runner]) -> Outcome:
+    def _compared(self, lowered: _Contestant) -> Outcome:
         step = _Replay(self._calls, lowered, self._buffers, look=True)
         step.run()
         if step.nonfinite:
@@ -145,19 +158,27 @@ def _last_batch(calls: Sequence[CallRecord]) -> list[CallRecord]:
     return batch
 
 
+@dataclass(frozen=True)
+class _Contestant:
+    """What runs for each call, and what it reads in place of some parameters, by their identities."""
+
+    lowered: Sequence[Runner]
+    rounded: Mapping[int, Tensor]
+
+
 class _Replay:
     """One run of the recorded calls, forward and backward passes in the order in which they ran."""
 
     def __init__(
         self,
         calls: Sequence[CallRecord],
-        lowered: Sequence[Runner],
+        contestant: _Contestant,
         buffers: Mapping[int, Tensor],
         *,
         look: bool = False,
     ) -> None:
-        self._calls, self._lowered, self._look = calls, lowered, look
-        self._arguments = [shadow_arguments(call, buffers) for call in calls]
+        self._calls, self._lowered, self._look = calls, contestant.lowered, look
+        self._arguments = [shadow_arguments(call, buffers, contestant.rounded) for call in calls]
         self._outputs: dict[int, Sequence[Any]] = {}
         self._held: list[Tensor] = []
         self.output = 0.0

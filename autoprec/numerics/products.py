@@ -18,6 +18,7 @@ from torch import Tensor
 
 from autoprec.formats import TF32, is_operands_only, is_scaled, other_operand, result_format
 from autoprec.numerics.dtypes import dtype_of
+from autoprec.numerics.frozen import packed_of
 from autoprec.numerics.packing import Packed, decode, encode
 from autoprec.numerics.rounding import rounded
 from autoprec.numerics.switches import tf32_products
@@ -57,6 +58,7 @@ class GemmSpec:
 
     def packed(self, x: Tensor | Packed, fmt: str) -> Packed:
         """An operand of shape (…, K) in a format with a scale."""
+        x = packed_of(x)
         if isinstance(x, Packed):
             if x.inverse_scale is not None and x.format == fmt and bool(x.inverse_scale.dim()) == self.rowwise:
                 return x
@@ -67,6 +69,7 @@ class GemmSpec:
         """An operand of shape (…, K), rounded, in the dtype in which the product is computed (emulated, if need be)."""
         if is_scaled(fmt):
             return decode(self.packed(x, fmt), self.wide(fmt))
+        x = packed_of(x)
         x = decode(x, dtype_of(fmt)) if isinstance(x, Packed) else x.to(dtype_of(fmt))
         if fmt in self.native:
             return x

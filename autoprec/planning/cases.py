@@ -87,7 +87,8 @@ class _Check:
             for k, value in enumerate(given):
                 self.amount((*at, name, k), value)
         self.index((*at, "moment"), unit.moment, 2 * self.ops, "moment")
-        if self.problem.op_at(unit.moment) != unit.op or (unit.role is Role.OUTPUT) != (unit.moment < self.ops):
+        runs = unit.op if unit.is_parameter and unit.moment == 0 else self.problem.op_at(unit.moment)
+        if runs != unit.op or (unit.role is Role.OUTPUT) != (unit.moment < self.ops):
             raise InputError(f"{unit.op} does not run its {unit.role} at this moment", at=(*at, "moment"))
         self.backward_moment((*at, "kept_from"), unit.kept_from)
 

@@ -82,7 +82,11 @@ class Step:
             self.hold(f"workspace of {unit.op}", "workspace", then, then, unit.backward_workspace[k])
         if unit.kept:
             first = unit.moment if unit.kept_from is None else unit.kept_from
-            self.hold(f"statistics of {unit.op}", "statistics", first, self.problem.backward(unit.moment), unit.kept[k])
+            what, kind = f"statistics of {unit.op}", "statistics"
+            if unit.is_parameter:
+                module, _, name = unit.op.removeprefix("param:").rpartition(".")
+                what, kind = f"{module}:{name}", "parameters"
+            self.hold(what, kind, first, self.problem.backward(unit.moment), unit.kept[k])
             self.saved += unit.kept[k] if unit.kept_from is None else 0
 
     def hold(self, what: str, kind: str, first: int, last: int, size: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from autoprec.graphs import OpGraph
 from autoprec.planning.evaluator import Step
-from autoprec.planning.problem import Problem
+from autoprec.planning.problem import Problem, fixed_bytes
 from autoprec.planning.solutions import Solution
 from autoprec.plans import Holding
 
@@ -39,7 +39,7 @@ def holdings(problem: Problem, graph: OpGraph, solutions: Mapping[str, Solution]
         return Holding(layer=layer, kind=kind, fp32=sizes["fp32"], bf16=sizes.get("bf16"), plan=sizes["plan"])
 
     fixed = {
-        "parameters": graph.parameter_bytes,
+        "parameters": graph.parameter_bytes - (fixed_bytes(graph) - problem.fixed_bytes),
         "gradients": graph.gradient_bytes,
         "optimizer": graph.optimizer_bytes,
         "inputs": graph.input_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -63,13 +64,14 @@ def ask(
     *,
     budget_bytes: int | None = None,
     banned: frozenset[tuple[str, str]] = frozenset(),
+    living: Mapping[str, str] | None = None,
 ) -> Question:
-    """The problem of these values, under the policy's budget unless `budget_bytes` is given. `banned` holds (op id,
-    format) pairs that proved unstable."""
+    """The problem of these values, under the policy's budget unless `budget_bytes` is given. `banned` and `living` as
+    in `build_problem`."""
     fp32 = fp32_totals(graph, profile, device, policy)
     if budget_bytes is None and (budget := parse_budget(policy.budget)) is not None:
         budget_bytes = resolve_budget(budget, graph, fp32)
-    problem = build_problem(graph, profile, device, policy, budget_bytes=budget_bytes, banned=banned)
+    problem = build_problem(graph, profile, device, policy, budget_bytes=budget_bytes, banned=banned, living=living)
     return Question(graph=graph, profile=profile, device=device, policy=policy, problem=problem, fp32=fp32)
 
 
@@ -110,7 +112,8 @@ def _at_a_low_peak(problem: Problem, solution: Solution, gap: float) -> Solution
         return solution
     if least is None:
         return solution
-    room = int(_LOW_FRAC * (least.evaluation.peak_bytes - problem.fixed_bytes))
+    always = problem.fixed_bytes + problem.frozen_bytes(least.choice.options)
+    room = int(_LOW_FRAC * (least.evaluation.peak_bytes - always))
     limited = replace(problem, budget_bytes=least.evaluation.peak_bytes + room)
     if solution.evaluation.peak_bytes <= least.evaluation.peak_bytes + room:
         return solution

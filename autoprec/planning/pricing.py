@@ -55,7 +55,8 @@ class Prices:
         self.storages = tuple(format_named(name) for name in policy.storage.formats)
         computed = dict.fromkeys(("bf16", "fp16", *policy.formats))
         computed |= dict.fromkeys(other_operand(f) for f in tuple(computed))
-        #: Formats that a tensor may be rounded to where it is computed with.
+        computed |= dict.fromkeys(policy.storage.frozen)
+        #: Formats that a tensor may be rounded to where it is computed with, or for good.
         self.narrow = tuple(format_named(name) for name in computed if name != "fp32")
         self._members: dict[str, list[str]] = {}
         for t in graph.tensors:

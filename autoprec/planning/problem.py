@@ -9,13 +9,14 @@ What the planner assumes, and the rewriter does:
   is made once per (root, format), as soon as the tensor exists, and lives until its last reader in that format.
 * Weights are cast where they are read, and cast again in the backward pass; their gradients come back in FP32.
 * A gradient arrives in the format in which the tensor was born.
+* A frozen parameter may live in a narrow format: `frozen`.
 * An activation checkpoint keeps what it reads from outside, in the formats in which it reads it. What is made inside is
   made again, all at once, when its backward pass begins, and is not kept narrower than it is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import product
 
@@ -26,6 +27,7 @@ from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind, TensorSpec, 
 from autoprec.planning.activations import Activations
 from autoprec.planning.codes import bytes_of
 from autoprec.planning.flow import Flow
+from autoprec.planning.frozen import frozen_nodes, frozen_units
 from autoprec.planning.gradients import gradient_nodes
 from autoprec.planning.kinks import kink_nodes
 from autoprec.planning.noise import saturates_by_design
@@ -70,10 +72,12 @@ def build_problem(
     *,
     budget_bytes: int | None = None,
     banned: frozenset[tuple[str, str]] = frozenset(),
+    living: Mapping[str, str] | None = None,
 ) -> Problem:
     """The program whose best choice is the plan.
 
-    `banned` holds (op id, format) pairs that proved unstable. `InfeasibleError` if a rule leaves an op no format that
+    `banned` holds (op id, format) pairs that proved unstable, `living` the formats in which frozen parameters live
+    already, by tensor id. `InfeasibleError` if a rule leaves an op no format that
     it can run in, `DeviceError` naming the first timing that the device lacks, `ProfileError` for another graph's
     profile.
     """
@@ -84,7 +88,7 @@ def build_problem(
         )
     if profile.steps < 1:
         raise ProfileError("the profile holds no step; calibrate for at least two")
-    return _Builder(graph, profile, device, policy, banned).build(budget_bytes)
+    return _Builder(graph, profile, device, policy, banned, living or {}).build(budget_bytes)
 
 
 class _Builder:
@@ -95,6 +99,7 @@ class _Builder:
         device: Device,
         policy: Policy,
         banned: frozenset[tuple[str, str]],
+        living: Mapping[str, str],
     ) -> None:
         self.graph = graph
         self.profile = profile
@@ -110,7 +115,10 @@ class _Builder:
         #: By kernel, the format of gradients in which it runs once more for them, unless it ran in that.
         self.again = {o.op.id: o.formats[0] for o in options if o.role is Role.GRAD_INPUT and o.needed
                       and not o.op.is_plain_product and not o.one_kernel}  # fmt: skip
-        self.units = tuple(self._unit(o) for o in options)
+        frozen = frozen_units(graph, self.prices, policy, device, banned, living)
+        #: By frozen parameter, the unit of what it lives in.
+        self.frozen = {unit.op: len(options) + i for i, unit in enumerate(frozen)}
+        self.units = (*(self._unit(o) for o in options), *frozen)
         of = self.unit_of
         self.kernels = {(of[o.op.id, Role.OUTPUT], of[o.op.id, o.role]) for o in options if o.one_kernel}
         self.members: dict[str, list[TensorSpec]] = {}
@@ -124,7 +132,8 @@ class _Builder:
         self.activations = Activations(flow)
         forward, backward = self.activations.nodes(), gradient_nodes(flow, self.activations)
         passing = {node.moment: node.inputs for node in backward}
-        self.nodes = (*backward, *kink_nodes(flow, self.activations, forward, passing), *forward)
+        rounded = frozen_nodes(flow, self.activations, self.frozen, passing)
+        self.nodes = (*backward, *kink_nodes(flow, self.activations, forward, passing), *forward, *rounded)
         self.variances = 2 * flow.gradients
         self.stores = Stores(flow, self.weighted, passing, device if policy.storage.recompute else None)
 
@@ -172,7 +181,7 @@ class _Builder:
             ties=tuple(sorted((a, b) for a, b in ties if a != b)),
             casts=self.device.casts,
             constant_seconds=constant,
-            fixed_bytes=fixed_bytes(graph),
+            fixed_bytes=fixed_bytes(graph) - sum(4 * graph.tensor_by_id[t].numel for t in self.frozen),
             private=private,
             workspace=tuple(self._fixed_workspace()),
             loss_limit=loss_limit,
@@ -301,6 +310,8 @@ class _Builder:
     def _born(self, root: str) -> int | None:
         while root in self.roots.copied_from:
             root = self.roots.copied_from[root]
+        if root in self.frozen:
+            return self.frozen[root]
         return self.unit_of.get((self.graph.producer.get(root, ""), Role.OUTPUT))
 
     def _uses(self) -> tuple[dict[str, list[Use]], dict[str, list[Use]]]:
@@ -317,7 +328,7 @@ class _Builder:
                 if view and narrow:
                     uses = [Use(moment=i, unit=self._born(root))] if copying else []
                 elif unit is not None and narrow:
-                    wide = [Use(moment=i, unit=None)] if op.op_class is OpClass.LOOKUP else []
+                    wide = [Use(moment=i, unit=self.frozen.get(root))] if op.op_class is OpClass.LOOKUP else []
                     uses = [Use(moment=i, unit=unit)] if reads_narrow(op, t, graph) else wide
                 else:
                     uses = [Use(moment=i, unit=None)]
@@ -341,6 +352,8 @@ class _Builder:
             if op.op_class is OpClass.RECURRENT and unit is not None:
                 for w in op.weights:  # casts of its weights, for the backward pass; made outside of checkpoints
                     savers.setdefault(f"param:{w}", []).append(Use(moment=i, unit=unit))
+        for root, unit in self.frozen.items():  # rounded to what it lives in, whoever reads it
+            readers.setdefault(root, []).append(Use(moment=0, unit=unit))
         end = len(graph.ops) - 1
         for spec in graph.tensors:
             if spec.is_output:
@@ -399,7 +412,7 @@ class _Builder:
             slices=slices,
             casts_back=requires_grad and not any(weights),
             # Products cast their weights themselves: that is in their seconds.
-            runs=0 if weights and all(weights) else 1 + len(self._path(root)),
+            runs=0 if root in self.frozen or (weights and all(weights)) else 1 + len(self._path(root)),
             loss_noise=tuple((f.name, e) for f in self.prices.narrow if (e := self.prices.loss_noise(root, f)) > 0.0),
             saturates=tuple(
                 f.name

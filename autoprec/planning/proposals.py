@@ -112,6 +112,7 @@ class Proposals:
         unit_reasons = reasons.units if reasons else (unexplained,) * len(problem.units)
         storage_reasons = reasons.storages if reasons else dict.fromkeys(problem.storable, unexplained)
         kept = dict(choice.stored)
+        decided = list(zip(problem.units, choice.options, unit_reasons, strict=True))
         return Plan(
             assignments=tuple(
                 Assignment(
@@ -122,9 +123,23 @@ class Proposals:
                     alternatives=why.alternatives if reasons else None,
                     dropped=_all_dropped(why, u.options, policy.formats, "nobody asks for this gradient"),
                 )
-                for u, k, why in zip(problem.units, choice.options, unit_reasons, strict=True)
+                for u, k, why in decided
+                if not u.is_parameter
             ),
             storages=tuple(
+                Storage(
+                    tensor=u.op,
+                    format=_lives_in(u.options[k]),
+                    reason=why.text,
+                    alternatives=tuple(replace(a, format=_lives_in(a.format)) for a in why.alternatives)
+                    if reasons
+                    else None,
+                    dropped=why.dropped,
+                )
+                for u, k, why in decided
+                if u.is_parameter
+            )
+            + tuple(
                 Storage(
                     tensor=problem.tensors[t].id,
                     format=kept.get(t, AS_IS),
@@ -165,8 +180,13 @@ class Proposals:
         roots = resolve_roots(graph)
         prices = Prices(graph, roots, self.question.profile, policy)
         units = zip(self.problem.units, choice.options, strict=True)
-        needed = {(u.op, u.role): u.options[k] for u, k in units if u.needed}
+        needed = {(u.op, u.role): u.options[k] for u, k in units if u.needed and not u.is_parameter}
         return fp16_regions(graph, roots, prices, needed)
+
+
+def _lives_in(format_name: str) -> str:
+    """The storage of a frozen parameter whose unit has this format."""
+    return AS_IS if format_name == "fp32" else format_name
 
 
 #: Why a storage of the policy's is none of a tensor that has others.

@@ -6,7 +6,7 @@ Moments. A graph of n ops has 2n moments: op i runs forward at moment i and back
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -61,6 +61,11 @@ class Unit:
     dropped: tuple[tuple[str, str], ...] = ()
     rule: str = ""
     needed: bool = True
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it decides what a frozen parameter lives in, whose id is then `op`."""
+        return self.op.startswith("param:")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +280,7 @@ class Problem:
         ties: (unit, unit) pairs that must have the same format (in-place ops and the tensor that they change).
         casts: the device's cast timings.
         constant_seconds: of ops without a decision.
-        fixed_bytes: parameters, gradients, optimizer state and inputs.
+        fixed_bytes: parameters whose format is not decided, gradients, optimizer state and inputs.
         private: of ops without a decision, (moment, kept from, bytes): held from the second moment until the backward
             moment of the first. Those of the first op may be gradients that entered at the outputs, kept until the step
             is over.
@@ -305,6 +310,10 @@ class Problem:
     seconds_scale: float
     bytes_scale: float
     loss_scale: float
+
+    def frozen_bytes(self, options: Sequence[int]) -> int:
+        """Bytes of frozen parameters whose format is decided, under a choice of options."""
+        return sum(u.kept[k] for u, k in zip(self.units, options, strict=True) if u.is_parameter)
 
     def formats_of(self, unit: int | None) -> tuple[str, ...]:
         """By option of a unit, its format, or the format of what goes with it; FP32 where nothing is decided."""

@@ -1,0 +1,109 @@
+"""Which frozen parameters live in a narrow format. Mutable; owned by the session.
+
+There is no FP32 copy, so what a parameter was rounded to once is what it is: a plan that comes later leaves it there,
+and what gives it back in FP32 (`state_dict`, `unwrap`, a deepcopy) gives the rounded values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from autoprec.errors import PlanError
+from autoprec.numerics.frozen import NarrowParameter, narrow, widen
+from autoprec.numerics.packing import decode, encode
+from autoprec.plans import Plan
+
+__all__ = ["FrozenParameters", "rounded_as"]
+
+
+class FrozenParameters:
+    """Attributes:
+    living: tensor id (`param:` and the name) → format.
+    """
+
+    def __init__(
+        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], tell: Callable[..., None], plan: Plan | None
+    ) -> None:
+        self._parameters, self._tell = parameters, tell
+        self._owners = {id(p): m for m in model.modules() for p in m.parameters(recurse=False)}
+        self._handles: dict[int, RemovableHandle] = {}
+        self.living: dict[str, str] = {}
+        if plan is not None:
+            self.adopt(plan)
+
+    def adopt(self, plan: Plan) -> None:
+        """Round what the plan wants narrow and is not yet, and tell of it.
+
+        Raises `PlanError`, before anything is rounded, where a parameter does not exist or is not frozen.
+        """
+        new = {t: f for t, f in plan.living.items() if t not in self.living}
+        found = {t: self._frozen(t, f) for t, f in new.items()}
+        before = sum(p.numel() * 4 for p in found.values())
+        for tensor, fmt in new.items():
+            narrow(found[tensor], fmt)
+            self.living[tensor] = fmt
+            owner = self._owners[id(found[tensor])]
+            if id(owner) not in self._handles:
+                self._handles[id(owner)] = owner.register_state_dict_post_hook(_give_float32)
+        if not new:
+            return
+        after = sum(p.packed.payload.nbytes for p in found.values() if isinstance(p, NarrowParameter))
+        counted = " and ".join(f"{n} in {fmt}" for fmt, n in sorted(Counter(new.values()).items()))
+        what = f"frozen parameters live {counted}: {after} bytes instead of {before}. Their FP32 values are gone: "
+        self._tell("frozen", evidence=what + "unwrap, state_dict and copies give what they were rounded to")
+
+    def _frozen(self, tensor: str, fmt: str) -> nn.Parameter:
+        fqn = tensor.removeprefix("param:")
+        found = self._parameters.get(fqn)
+        if found is None:
+            raise PlanError(f"the plan keeps parameter {fqn} in {fmt}, and this model has none of that name")
+        if found.requires_grad:
+            raise PlanError(
+                f"the plan keeps parameter {fqn} in {fmt} for good, as it was frozen, and here it is trained: freeze it"
+                " (requires_grad_(False)) before compile, or calibrate this model"
+            )
+        if type(found) is not nn.Parameter:
+            raise PlanError(f"the plan keeps parameter {fqn} in {fmt}, and it is a {type(found).__name__} already")
+        return found
+
+    def thaw_trainable(self) -> None:
+        """Give FP32 masters to parameters that are trained by now, and tell of it."""
+        names = [t for t in self.living if self._parameters[t.removeprefix("param:")].requires_grad]
+        for tensor in names:
+            widen(self._parameters[tensor.removeprefix("param:")])
+            del self.living[tensor]
+        if names:
+            what = f"{', '.join(names)}: trained from now on, in FP32, from the values that it was rounded to"
+            self._tell("warning", trigger="trained", evidence=what)
+
+    def close(self) -> str:
+        """All of them in FP32 again. Returns what was rounded, for people, or ""."""
+        for tensor in self.living:
+            widen(self._parameters[tensor.removeprefix("param:")])
+        told = f"{len(self.living)} frozen parameters have the values that they were rounded to" if self.living else ""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        self.living.clear()
+        return told
+
+
+def _give_float32(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A hook: in a state dict nobody meets a class of ours."""
+    for name in module._parameters:
+        held = state.get(prefix + name)
+        if isinstance(held, NarrowParameter):
+            state[prefix + name] = held.clone()
+
+
+def rounded_as(parameter: Tensor, fmt: str, *, held: bool) -> Tensor:
+    """A frozen parameter as a plan would have it: held in the format, or an FP32 tensor with the same values."""
+    if isinstance(parameter, NarrowParameter):
+        return parameter
+    packed = encode(parameter, fmt)
+    return NarrowParameter(packed) if held else decode(packed, parameter.dtype)
