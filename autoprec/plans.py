@@ -147,8 +147,9 @@ class Region:
 @dataclass(frozen=True, kw_only=True)
 class Totals:
     """Sums over one training step. `saved_bytes` is what autograd holds between forward and backward, without inputs,
-    and of parameters only the frozen ones whose format is decided; `peak_bytes` is the largest sum over the moments of the step; `loss_sigma` the standard
-    deviation that rounding adds to the loss; `gradient_ratio` the largest √(E‖δ∇W‖² / spread) over the weights."""
+    and of parameters only the frozen ones whose format is decided; `peak_bytes` is the largest sum over the moments of
+    the step; `loss_sigma` the standard deviation that rounding adds to the loss; `gradient_ratio` the largest
+    √(E‖δ∇W‖² / spread) over the weights."""
 
     seconds: float
     saved_bytes: int

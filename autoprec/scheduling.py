@@ -144,9 +144,7 @@ class Scheduler:
         _, graph, profile = self._seen()
         assert self.device is not None
         banned = frozenset(self.banned)
-        return ask(
-            graph, profile, self.device, self.policy, budget_bytes=budget_bytes, banned=banned, living=living
-        )
+        return ask(graph, profile, self.device, self.policy, budget_bytes=budget_bytes, banned=banned, living=living)
 
     def unstable(self, plan: Plan, window: Profile) -> tuple[Verdict, ...]:
         """What must leave its format, by the ranges of a window. They are remembered for planning again."""

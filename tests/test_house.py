@@ -58,6 +58,7 @@ PRIVATE_TORCH = {
     "torch._ops": "the type of higher-order operators in captured graphs",
     "torch._C": "the first profiler's allocations; saved-tensor hooks; is a backward pass or transform running",
     "torch.utils._python_dispatch": "a selective checkpoint counts ops, and the observer's must not be among them",
+    "torch.utils._pytree": "tensors anywhere among the arguments of an op, for parameters that decode themselves",
     "torch.ops.mkldnn._is_mkldnn": "torch has no public question for BF16/FP16 instructions on a CPU",
 }
 

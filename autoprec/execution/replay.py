@@ -130,10 +130,19 @@ def shadow_arguments(
             own = x.detach().clone() if i in written else x.detach()
             return own.requires_grad_(x.requires_grad)
         if isinstance(x, Tensor):
-            return buffers[id(x)].clone() if id(x) in buffers else x.detach().clone()
+            return buffers[id(x)].clone() if id(x) in buffers else _copied(x.detach())
         return x
 
     return tuple(copy(i, a) for i, a in enumerate(record.arguments))
+
+
+def _copied(x: Tensor) -> Tensor:
+    """A copy in the same layout, for which graphs are compiled; `clone` closes the gaps of a slice."""
+    same = x.clone()
+    if x.layout is not torch.strided or same.stride() == x.stride():
+        return same
+    extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    return x.as_strided((extent,), (1,)).clone().as_strided(x.shape, x.stride(), 0)
 
 
 def _written(binding: Binding) -> set[fx.Node]:

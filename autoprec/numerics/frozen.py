@@ -55,7 +55,9 @@ class NarrowParameter(Tensor):
         return ["payload", *(["inverse_scale"] if self.inverse_scale is not None else [])], (self.format, self.whole)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], how: tuple[str, bool], size: Any, stride: Any) -> NarrowParameter:
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], how: tuple[str, bool], size: Any, stride: Any
+    ) -> NarrowParameter:
         fmt, whole = how
         return NarrowParameter(Packed(inner["payload"], inner.get("inverse_scale"), fmt), whole=whole)
 

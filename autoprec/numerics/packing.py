@@ -143,7 +143,10 @@ def _decoded(packed: Packed, fmt: Format, dtype: torch.dtype) -> Tensor:
     """`decode` for a compiler, which has casts from all of torch's dtypes that are as fast as any."""
     if packed.inverse_scale is None:
         return packed.payload.to(dtype)
-    values = packed.payload.float() if has_dtype(fmt.name) else from_codes(packed.payload, fmt)
+    if not has_dtype(fmt.name):
+        return (from_codes(packed.payload, fmt) * packed.inverse_scale).to(dtype)
+    # A frozen parameter's are bytes, as it was encoded before.
+    values = packed.payload.view(dtype_of(fmt.name)).float()
     return (values * packed.inverse_scale).to(dtype)
 
 

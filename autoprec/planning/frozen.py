@@ -113,16 +113,16 @@ def _passes_back(op: Op, graph: OpGraph) -> bool:
 def frozen_nodes(
     flow: Flow, activations: Activations, units: Mapping[str, int], passing: Mapping[int, tuple[tuple[int, float], ...]]
 ) -> Iterator[GradientNode]:
-    """What the rounding of frozen weights adds to relative variances: of what products make of them, and of the
-    gradients that they pass on, which are multiplied by them (`passing`: forward moment → those gradients)."""
+    """What the rounding of frozen weights adds to relative variances: of what products and lookups make of them, and of
+    the gradients that products pass on, which are multiplied by them (`passing`: forward moment → those gradients)."""
     graph = flow.graph
     for moment, op in enumerate(graph.ops):
         weight = f"param:{op.weights[0]}" if op.weights else ""
-        if op.op_class is not OpClass.GEMM or weight not in units:
+        if weight not in units:
             continue
         values = flow.prices.values(weight)
         errors = [(f.name, relative_error(values, f)) for f in flow.prices.narrow]
-        gain = flow.gains.forward(op)
+        gain = flow.gains.forward(op) if op.op_class is OpClass.GEMM else 1.0
         made = tuple((activations.number(t), gain) for t in op.outputs if activations.carries(t))
         for inputs in (made, passing.get(moment, ())):
             if inputs:  # constants, whatever arrives: they go with the nodes of the forward pass
