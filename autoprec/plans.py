@@ -27,6 +27,7 @@ __all__ = [
     "Storage",
     "Totals",
     "Violation",
+    "is_parameter",
 ]
 
 #: A saved tensor that is kept in the format in which it was read.
@@ -100,6 +101,11 @@ class Assignment:
     def __post_init__(self) -> None:
         check_text(self.op, "op", PlanError, "op")
         check_format(self.format, PlanError, "format")
+
+
+def is_parameter(tensor: str) -> bool:
+    """Whether a tensor's id is that of a parameter: `param:` and its name."""
+    return tensor.startswith("param:")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,12 +301,17 @@ class Plan:
     @cached_property
     def living(self) -> dict[str, str]:
         """Of each frozen parameter that lives in a narrow format, its tensor id and that format."""
-        return {t: f for t, f in self.storage_of.items() if t.startswith("param:") and f != AS_IS}
+        return {t: f for t, f in self.storage_of.items() if is_parameter(t) and f != AS_IS}
 
     @cached_property
     def made_from_of(self) -> dict[str, tuple[str, ...]]:
         """Of each tensor that is recomputed, what from."""
         return {s.tensor: s.made_from for s in self.storages if s.format == RECOMPUTED}
+
+    @property
+    def decides_parameters(self) -> bool:
+        """Whether it says what frozen parameters live in; their bytes are then among `saved_bytes`."""
+        return any(is_parameter(s.tensor) for s in self.storages)
 
     @property
     def adopted(self) -> Contestant | None:

@@ -41,7 +41,8 @@ class BudgetLike(Protocol):
 
 def fp32_totals(graph: OpGraph, profile: Profile, device: Device, policy: Policy) -> Totals:
     """Predicted totals of the model as it was written: all FP32, saved tensors as they are."""
-    plain = policy.replaced(formats=("fp32",), rules=(), budget=None, storage={"formats": ()})
+    storage = {"formats": (), "frozen": policy.storage.frozen}  # none is chosen: so that they count where they do
+    plain = policy.replaced(formats=("fp32",), rules=(), budget=None, storage=storage)
     problem = build_problem(graph, profile, device, plain)
     return totals_of(evaluate(problem, uniform_choice(problem, "fp32")))
 

@@ -131,7 +131,7 @@ class Reasons:
                 worst[v.kind] = v
         return Alternative(
             format=neighbour.format,
-            seconds=_six_digits(theirs.seconds - mine.seconds),
+            seconds=_six_digits(_more(theirs.seconds, mine.seconds)),
             saved_bytes=theirs.saved_bytes - mine.saved_bytes,
             peak_bytes=theirs.peak_bytes - mine.peak_bytes,
             noise=_six_digits(theirs.noise - mine.noise),
@@ -151,7 +151,7 @@ class Reasons:
         best = ordered[0]
         if not best.evaluation.feasible:
             return f"{best.name}: {violation_text(best.evaluation.violations[0])}"
-        seconds = best.evaluation.seconds - mine.seconds
+        seconds = _more(best.evaluation.seconds, mine.seconds)
         kept = best.evaluation.saved_bytes - mine.saved_bytes
         peak = best.evaluation.peak_bytes - mine.peak_bytes
         noise = best.evaluation.noise - mine.noise
@@ -180,6 +180,11 @@ class Reasons:
             ratio, limit = math.sqrt(value / row.reference), math.sqrt(row.limit / row.reference)
             return f"gradient noise of weight {what}: {ratio:.3g} of {limit:.3g}"
         return kind
+
+
+def _more(theirs: float, mine: float) -> float:
+    """A difference of two sums, without what comes of the order in which they were added up."""
+    return 0.0 if math.isclose(theirs, mine, rel_tol=1e-12) else theirs - mine
 
 
 def _six_digits(value: float) -> float:

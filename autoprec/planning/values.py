@@ -16,6 +16,7 @@ from autoprec.errors import DeviceError
 from autoprec.formats import result_format
 from autoprec.graphs import Role
 from autoprec.planning.codes import bytes_of, format_of, owner
+from autoprec.plans import is_parameter
 
 __all__ = [
     "Gemm",
@@ -65,7 +66,7 @@ class Unit:
     @property
     def is_parameter(self) -> bool:
         """Whether it decides what a frozen parameter lives in, whose id is then `op`."""
-        return self.op.startswith("param:")
+        return is_parameter(self.op)
 
 
 @dataclass(frozen=True, kw_only=True)

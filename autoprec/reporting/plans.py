@@ -16,7 +16,7 @@ from autoprec.errors import InputError, nearest
 from autoprec.formats import is_scaled
 from autoprec.graphs import Role
 from autoprec.planning.reasons import bytes_text, seconds_text
-from autoprec.plans import AS_IS, RECOMPUTED, Assignment, Plan, Storage, Totals
+from autoprec.plans import AS_IS, RECOMPUTED, Assignment, Plan, Storage, Totals, is_parameter
 from autoprec.serial.codec import encode
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "OpDecision",
     "decisions",
     "device_line",
+    "how_decided",
     "matching",
     "op_table",
     "ops_table",
@@ -41,8 +42,8 @@ class OpDecision:
     """Everything that a plan says about one op, or about one tensor that no op makes.
 
     Attributes:
-        op: `fqn:kind#k`, or `input:name`.
-        kind: of the op, or "input".
+        op: `fqn:kind#k`, `input:name`, or `fqn:name` of a frozen parameter.
+        kind: of the op, or "input", or "parameter".
         roles: its assignments.
         storages: of the tensors that it makes.
     """
@@ -85,7 +86,7 @@ def decisions(plan: Plan) -> tuple[OpDecision, ...]:
     return tuple(
         OpDecision(
             op=op,
-            kind=_kind(op),
+            kind="parameter" if any(is_parameter(s.tensor) for s in storages.get(op, ())) else _kind(op),
             roles=tuple(roles.get(op, ())),
             storages=tuple(storages.get(op, ())),
         )
@@ -141,7 +142,7 @@ def op_table(decision: OpDecision) -> Table:
         table.add_row(str(a.role), a.format, a.reason)
     for s in decision.storages:
         made_of = f"from {', '.join(s.made_from)}; " if s.made_from else ""
-        table.add_row(f"kept: {s.tensor}", storage_text(s.format), made_of + s.reason)
+        table.add_row(how_decided(s), storage_text(s.format), made_of + s.reason)
     return table
 
 
@@ -154,6 +155,8 @@ def totals_table(plan: Plan) -> Table | None:
     for name in ("", "fp32", "this plan", "plan / fp32"):
         table.add_column(name, justify="left" if not name else "right")
     for label, field, text in TOTALS:
+        if field == "saved_bytes" and plan.decides_parameters:
+            label = "kept, frozen weights too"
         mine = getattr(plan.predicted, field)
         theirs = None if plan.predicted_fp32 is None else getattr(plan.predicted_fp32, field)
         ratio = f"{mine / theirs:.2f}" if theirs else ""
@@ -220,11 +223,20 @@ def storage_text(name: str) -> str:
 
 
 def _how_kept(s: Storage) -> str:
-    """ "kept bf16", "recomputed from blocks.0.up:linear#0"."""
+    """ "kept bf16", "lives in bf16", "recomputed from blocks.0.up:linear#0"."""
+    if is_parameter(s.tensor):
+        return f"lives in {s.format}"
     return f"recomputed from {', '.join(s.made_from)}" if s.format == RECOMPUTED else f"kept {s.format}"
 
 
+def how_decided(s: Storage) -> str:
+    """A storage's name among the decisions about an op: "kept: blocks.0.up:linear#0"."""
+    return "lives in" if is_parameter(s.tensor) else f"kept: {s.tensor}"
+
+
 def _maker(tensor: str) -> str:
+    if is_parameter(tensor):
+        return ":".join(tensor.removeprefix("param:").rpartition(".")[::2])
     found = _OUTPUT_OF.fullmatch(tensor)
     return found["op"] if found else tensor
 

@@ -14,7 +14,7 @@ from autoprec.errors import InputError, PlanError, nearest
 from autoprec.formats import COMPUTE_FORMATS, STORAGE_FORMATS, format_named, is_scaled
 from autoprec.planning.reasons import bytes_text, seconds_text, violation_text
 from autoprec.plans import AS_IS, RECOMPUTED, Alternative, Assignment, Plan, Storage
-from autoprec.reporting.plans import OpDecision, storage_text
+from autoprec.reporting.plans import OpDecision, how_decided, storage_text
 
 __all__ = ["Answer", "answer_tables", "answers_data", "why_not"]
 
@@ -61,7 +61,7 @@ def why_not(plan: Plan, found: tuple[OpDecision, ...], asked: str) -> tuple[Answ
     for d in found:
         of_op = [_answer(plan, d.op, str(a.role), a, asked) for a in d.roles if _speaks_of(a, asked)]
         if asked in (*_WAYS, *STORAGE_FORMATS) or is_scaled(asked):
-            of_op += [_answer(plan, d.op, f"kept: {s.tensor}", s, asked) for s in d.storages]
+            of_op += [_answer(plan, d.op, how_decided(s), s, asked) for s in d.storages]
         answers += of_op or [_undecided(d, asked)]
     return tuple(answers)
 
