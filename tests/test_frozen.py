@@ -279,6 +279,22 @@ def test_a_contest_rounds_nothing() -> None:
     assert narrow_of(model) == {t.removeprefix("param:"): f for t, f in plan.living.items()}
 
 
+def test_a_contest_reads_what_would_be_rounded() -> None:
+    """Nothing else is narrow here, so the change of the loss that is measured is that of the rounded weights."""
+    model, batches = made()
+    plain, changes = copy.deepcopy(model), {"formats": ("fp32",), "noise": {"gradient": 10.0, "loss": 10.0}}
+    policy = load_policy("memory").replaced(
+        calibration={"steps": 4}, storage={"formats": (), "recompute": False, "frozen": ("fp8_e4m3",)}, **changes
+    )
+    autoprec.compile(model, policy=policy, batches=batches, loss_fn=loss_of, events=None)
+    own = next(c for c in autoprec.session(model).plan.contestants if c.adopted)
+    with torch.no_grad():
+        change = loss_of(copy.deepcopy(model), batches[3]) - loss_of(plain, batches[3])
+    assert set(narrow_of(model).values()) == {"fp8_e4m3"} and abs(change) > 1e-4
+    assert own.measured.loss_change == pytest.approx(float(change), rel=0.25)
+    assert own.measured.gradient_ratio > 0.01
+
+
 # A run --------------------------------------------------------------------------------------------------------------
 
 
@@ -310,6 +326,22 @@ def test_training_and_what_gives_it_back(tmp_path: Path) -> None:
     assert all(type(p) is nn.Parameter for p in model.parameters())
     assert all(torch.equal(model.get_parameter(f), v) for f, v in kept.items())
     assert not any(m._state_dict_hooks for m in model.modules())
+
+
+def test_a_model_can_be_moved() -> None:
+    model, batches = made()
+    compiled(model, batches, *NARROW)
+    living, weight, values = narrow_of(model), model.head.weight, model.head.weight.clone()
+    want = gradients(model, batches[0])
+    twin = copy.deepcopy(model)
+    assert model.cpu() is model and model.to(torch.float32).share_memory() is model
+    assert narrow_of(model) == living and model.head.weight is weight and torch.equal(weight, values)
+    found = gradients(model, batches[0])
+    assert all(torch.equal(want[f], found[f]) for f in want)
+    twin.double()
+    assert twin.head.weight.dtype is torch.float64 and narrow_of(model) == living
+    autoprec.unwrap(model)
+    assert all("_apply" not in vars(m) for m in model.modules())
 
 
 def test_one_that_is_trained_later_has_a_master_again() -> None:

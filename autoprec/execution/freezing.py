@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -31,7 +33,7 @@ class FrozenParameters:
     ) -> None:
         self._parameters, self._tell = parameters, tell
         self._owners = {id(p): m for m in model.modules() for p in m.parameters(recurse=False)}
-        self._handles: dict[int, RemovableHandle] = {}
+        self._handles: dict[nn.Module, RemovableHandle] = {}
         self.living: dict[str, str] = {}
         if plan is not None:
             self.adopt(plan)
@@ -48,8 +50,9 @@ class FrozenParameters:
             narrow(found[tensor], fmt)
             self.living[tensor] = fmt
             owner = self._owners[id(found[tensor])]
-            if id(owner) not in self._handles:
-                self._handles[id(owner)] = owner.register_state_dict_post_hook(_give_float32)
+            if owner not in self._handles:
+                self._handles[owner] = owner.register_state_dict_post_hook(_give_float32)
+                owner._apply = MethodType(_apply, owner)  # type: ignore[method-assign]
         if not new:
             return
         after = sum(p.packed.payload.nbytes for p in found.values() if isinstance(p, NarrowParameter))
@@ -86,8 +89,9 @@ class FrozenParameters:
         for tensor in self.living:
             widen(self._parameters[tensor.removeprefix("param:")])
         told = f"{len(self.living)} frozen parameters have the values that they were rounded to" if self.living else ""
-        for handle in self._handles.values():
+        for owner, handle in self._handles.items():
             handle.remove()
+            vars(owner).pop("_apply", None)
         self._handles.clear()
         self.living.clear()
         return told
@@ -99,6 +103,21 @@ def _give_float32(module: nn.Module, state: dict[str, Any], prefix: str, metadat
         held = state.get(prefix + name)
         if isinstance(held, NarrowParameter):
             state[prefix + name] = held.clone()
+
+
+def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """In place of a module's own `_apply`, which is behind `to`, `cuda`, `double` and the like: on FP32 parameters, which
+    it changes in place. Tensors of other classes it swaps, and refuses to where there are weak references. A method,
+    because a deepcopy binds it to the copy."""
+    held = {p: p.format for p in self._parameters.values() if isinstance(p, NarrowParameter)}
+    for p in held:
+        widen(p)
+    try:
+        return type(self)._apply(self, fn, recurse)
+    finally:
+        for p, fmt in held.items():
+            if p.dtype is torch.float32:
+                narrow(p, fmt)
 
 
 def rounded_as(parameter: Tensor, fmt: str, *, held: bool) -> Tensor:

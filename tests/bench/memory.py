@@ -43,7 +43,8 @@ def table(found: Calibrated) -> tuple[Plan, list[str]]:
     assert plan is not None and plan.predicted is not None
     live = run_live(found, {AUTOCAST: None, PLAIN: None, MEMORY: plan}, SECONDS)
     base = live[AUTOCAST]
-    predicted = plan.predicted.peak_bytes - found.fixed_bytes
+    held = sum(h.plan for h in plan.memory if h.kind in ("parameters", "gradients", "optimizer", "inputs"))
+    predicted = plan.predicted.peak_bytes - held
     for who, seen in live.items():
         low, high = seen.spread
         told = f"  predicted {predicted / 1e6:.2f}  {', '.join(plan.formats_used())}" if who == MEMORY else ""
