@@ -106,9 +106,9 @@ def _give_float32(module: nn.Module, state: dict[str, Any], prefix: str, metadat
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """In place of a module's own `_apply`, which is behind `to`, `cuda`, `double` and the like: on FP32 parameters, which
-    it changes in place. Tensors of other classes it swaps, and refuses to where there are weak references. A method,
-    because a deepcopy binds it to the copy."""
+    """In place of a module's own `_apply`, which is behind `to`, `cuda`, `double` and the like: on FP32 parameters,
+    which it changes in place. Tensors of other classes it swaps, and refuses to where there are weak references. A
+    method, because a deepcopy binds it to the copy."""
     held = {p: p.format for p in self._parameters.values() if isinstance(p, NarrowParameter)}
     for p in held:
         widen(p)

@@ -7,7 +7,8 @@ from there, and it is rounded as if somebody computed with it in that format.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from autoprec.devices import Device
 from autoprec.formats import format_named, is_scaled
@@ -21,7 +22,7 @@ from autoprec.planning.pricing import Prices
 from autoprec.planning.values import GradientNode, Unit
 from autoprec.policies import Policy
 
-__all__ = ["frozen_nodes", "frozen_units"]
+__all__ = ["frozen_nodes", "frozen_units", "reading_wide"]
 
 
 def frozen_units(
@@ -57,6 +58,25 @@ def frozen_units(
             )
         )
     return tuple(found)
+
+
+def reading_wide(units: Sequence[Unit], frozen: Sequence[Unit], graph: OpGraph, device: Device) -> Iterator[Unit]:
+    """Units of products, with what it takes to decode a frozen weight where FP32 reads it, as if the weight lived in a
+    narrow format: too much where it stays in FP32."""
+    narrow = {u.op for u in frozen if u.options != ("fp32",)}
+    for unit in units:
+        op = graph.op_by_id[unit.op]
+        weight = f"param:{op.weights[0]}" if op.op_class is OpClass.GEMM and op.weights else ""
+        reads = unit.needed and unit.role in (Role.OUTPUT, Role.GRAD_INPUT) and "fp32" in unit.options
+        if weight not in narrow or not reads:
+            yield unit
+            continue
+        k, numel = unit.options.index("fp32"), graph.tensor_by_id[weight].numel
+        runs = op.calls * (1 + (len(op.checkpoints) if unit.role is Role.OUTPUT else 0))
+        seconds, workspace = list(unit.seconds), list(unit.workspace)
+        seconds[k] += runs * device.cast_seconds("bf16", "fp32", numel)
+        workspace[k] += 4 * numel
+        yield replace(unit, seconds=tuple(seconds), workspace=tuple(workspace))
 
 
 def _readers(spec: TensorSpec, graph: OpGraph) -> list[Op]:

@@ -41,8 +41,7 @@ class BudgetLike(Protocol):
 
 def fp32_totals(graph: OpGraph, profile: Profile, device: Device, policy: Policy) -> Totals:
     """Predicted totals of the model as it was written: all FP32, saved tensors as they are."""
-    storage = {"formats": (), "frozen": policy.storage.frozen}  # none is chosen: so that they count where they do
-    plain = policy.replaced(formats=("fp32",), rules=(), budget=None, storage=storage)
+    plain = policy.replaced(formats=("fp32",), rules=(), budget=None, storage={"formats": ()})
     problem = build_problem(graph, profile, device, plain)
     return totals_of(evaluate(problem, uniform_choice(problem, "fp32")))
 
@@ -73,6 +72,8 @@ def ask(
     if budget_bytes is None and (budget := parse_budget(policy.budget)) is not None:
         budget_bytes = resolve_budget(budget, graph, fp32)
     problem = build_problem(graph, profile, device, policy, budget_bytes=budget_bytes, banned=banned, living=living)
+    # Frozen weights whose format is decided count among what is kept, of both.
+    fp32 = replace(fp32, saved_bytes=fp32.saved_bytes + fixed_bytes(graph) - problem.fixed_bytes)
     return Question(graph=graph, profile=profile, device=device, policy=policy, problem=problem, fp32=fp32)
 
 

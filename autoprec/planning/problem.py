@@ -27,7 +27,7 @@ from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind, TensorSpec, 
 from autoprec.planning.activations import Activations
 from autoprec.planning.codes import bytes_of
 from autoprec.planning.flow import Flow
-from autoprec.planning.frozen import frozen_nodes, frozen_units
+from autoprec.planning.frozen import frozen_nodes, frozen_units, reading_wide
 from autoprec.planning.gradients import gradient_nodes
 from autoprec.planning.kinks import kink_nodes
 from autoprec.planning.noise import saturates_by_design
@@ -118,7 +118,7 @@ class _Builder:
         frozen = frozen_units(graph, self.prices, policy, device, banned, living)
         #: By frozen parameter, the unit of what it lives in.
         self.frozen = {unit.op: len(options) + i for i, unit in enumerate(frozen)}
-        self.units = (*(self._unit(o) for o in options), *frozen)
+        self.units = (*reading_wide([self._unit(o) for o in options], frozen, graph, device), *frozen)
         of = self.unit_of
         self.kernels = {(of[o.op.id, Role.OUTPUT], of[o.op.id, o.role]) for o in options if o.one_kernel}
         self.members: dict[str, list[TensorSpec]] = {}
