@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from autoprec.calibration.rows import row_weights
 from autoprec.errors import UnsupportedError
+from autoprec.execution.measuring import peak_bytes
 from autoprec.formats import FORMATS, TF32
 from autoprec.numerics import dtypes
 from autoprec.numerics.casts import enter_region, leave_region, saturating_cast
@@ -47,6 +48,17 @@ def test_all_e4m3_patterns_decode_exactly(dtype: torch.dtype) -> None:
     assert int(finite.sum()) == 254
     assert torch.equal(found[finite], expected[finite])
     assert torch.equal(found[finite].signbit(), expected[finite].signbit())
+
+
+@pytest.mark.parametrize("log2", [-126, -40, 0, 7, 8, 60, 118, 126])
+def test_e4m3_decodes_under_every_scale(log2: int) -> None:
+    """One factor where BF16 has it, else two; what leaves BF16 is inf or 0 as in a cast."""
+    patterns = torch.arange(256, dtype=torch.uint8)
+    patterns = patterns[(patterns & 0x7F) != 0x7F]
+    exact = patterns.view(torch.float8_e4m3fn).double() * 2.0**log2
+    found = decode(Packed(patterns, torch.tensor(2.0**log2), "fp8_e4m3"), torch.bfloat16)
+    assert torch.equal(found, exact.float().bfloat16())
+    assert decode(Packed(patterns, torch.tensor(math.nan), "fp8_e4m3"), torch.bfloat16).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -142,6 +154,9 @@ CONVOLUTIONS = [
     ("conv1d", (2, 4, 11), (6, 2, 3), {"stride": (2,), "padding": (1,), "dilation": (1,), "groups": 2}),
     ("conv2d", (2, 4, 9, 8), (6, 4, 3, 2), {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 2), "groups": 1}),
     ("conv2d", (2, 4, 7, 7), (4, 1, 3, 3), {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 4}),
+    ("conv2d", (3, 4, 9, 8), (6, 4, 1, 1), {"stride": (2, 3), "padding": (0, 0), "dilation": (1, 1), "groups": 1}),
+    ("conv2d", (3, 4, 9, 8), (6, 2, 1, 1), {"stride": (1, 2), "padding": (0, 0), "dilation": (3, 1), "groups": 2}),
+    ("conv1d", (2, 4, 8), (6, 4, 1), {"stride": (2,), "padding": (1,), "dilation": (1,), "groups": 1}),
     ("conv_transpose1d", (2, 4, 7), (4, 3, 3), {"stride": (2,), "padding": (1,), "dilation": (1,), "groups": 2,
                                                 "output_padding": (1,)}),
     ("conv_transpose2d", (2, 4, 5, 6), (4, 6, 3, 2), {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 2),
@@ -162,6 +177,20 @@ def test_convolutions_are_torchs_in_fp32(kind: str, x_shape: Any, w_shape: Any, 
     ours = gradients(lambda *t: conv(*t, None, FP32_SPEC, conv_options(kind, options)), x, w, b)
     for a, c in zip(plain, ours, strict=True):
         torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-4)
+
+
+def test_a_convolution_decodes_the_places_that_it_reads() -> None:
+    """Of a kernel of one place with a stride: a quarter of what is kept, for the weight's gradient."""
+    x, w = torch.randn(8, 16, 64, 64).bfloat16(), torch.randn(4, 16, 1, 1, requires_grad=True)
+    spec = GemmSpec(output="bf16", grad_input="bf16", grad_weight="bf16", native=("bf16",))
+    options = {"stride": (2, 2), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
+    y = conv(x, w, None, packed := encode(x, "fp8_e4m3"), spec, conv_options("conv2d", options))
+    grad = torch.randn_like(y)
+    peak = peak_bytes(lambda: torch.autograd.grad(y, w, grad, retain_graph=True), torch.device("cpu"))
+    assert peak < 2.5 * 2 * x.numel() / 4  # decoding takes a copy of its own for a moment
+    (found,) = torch.autograd.grad(y, w, grad)
+    want = torch.einsum("noij,ncij->oc", grad.double(), decode(packed, torch.float32)[..., ::2, ::2].double())
+    assert float((found[..., 0, 0].double() - want).norm() / want.norm()) < 2.0**-8
 
 
 @pytest.mark.parametrize(("kind", "x_shape", "w_shape", "options"), CONVOLUTIONS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -164,7 +164,8 @@ class _Conv(torch.autograd.Function):
         grad_x = grad_w = grad_b = None
         refuse_copies(ctx)
         if ctx.needs_input_grad[1]:
-            product = _conv_weight_gradient(spec, ctx.options, grad, read, weight)
+            seen, options = _places_read(ctx.options, read, weight)
+            product = _conv_weight_gradient(spec, options, grad, seen, weight)
             grad_w = unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
         shape = read.payload.shape if isinstance(read, Packed) else read.shape
         there = read if isinstance(read, Tensor) and ctx.again is None else None
@@ -174,6 +175,16 @@ class _Conv(torch.autograd.Function):
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_b = unscaled(ctx, _channel_sums(grad, spec.grad_weight), weight.dtype)
         return grad_x, grad_w, grad_b, None, None, None, None
+
+
+def _places_read(o: ConvOptions, x: Tensor | Packed, weight: Tensor) -> tuple[Tensor | Packed, ConvOptions]:
+    """The places of its input that a convolution reads, where a kernel of one place leaves some out, and how it then
+    reads them: only those are decoded and cast."""
+    if math.prod(weight.shape[2:]) > 1 or math.prod(o.stride) == 1 or any(o.padding) or o.transposed:
+        return x, o
+    places = (slice(None), slice(None), *(slice(None, None, step) for step in o.stride))
+    seen = x._replace(payload=x.payload[places]) if isinstance(x, Packed) else x[places]
+    return seen, replace(o, stride=(1,) * len(o.stride))
 
 
 def _conv_weight_gradient(

@@ -129,7 +129,7 @@ def decode(packed: Packed, dtype: torch.dtype) -> Tensor:
     if packed.inverse_scale is None:
         return packed.payload.to(dtype)
     if dtype is torch.bfloat16:
-        return _unscaled(packed.payload, fmt).mul_(packed.inverse_scale)
+        return _in_bfloat16(packed.payload, fmt, packed.inverse_scale)
     out = torch.empty_like(packed.payload, dtype=dtype)
     for source, target in _pieces(packed.payload, out, whole=packed.inverse_scale.dim() > 0):
         if dtype is torch.float32:
@@ -150,11 +150,25 @@ def _decoded(packed: Packed, fmt: Format, dtype: torch.dtype) -> Tensor:
     return (values * packed.inverse_scale).to(dtype)
 
 
+def _in_bfloat16(payload: Tensor, fmt: Format, inverse_scale: Tensor) -> Tensor:
+    """The values. Where it costs nothing to look at the scale, both factors are one, if that is in the format."""
+    if fmt.name == "fp8_e4m3" and payload.device.type == "cpu" and not inverse_scale.dim():
+        factor = float(inverse_scale) * 2.0**120
+        if factor < 2.0**128:
+            return _e4m3_bits(payload).mul_(factor)
+    return _unscaled(payload, fmt).mul_(inverse_scale)
+
+
+def _e4m3_bits(payload: Tensor) -> Tensor:
+    """2^-120 times the values, as BF16."""
+    bits = payload.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(_E4M3_BITS)
+    return bits.view(torch.bfloat16)
+
+
 def _unscaled(payload: Tensor, fmt: Format) -> Tensor:
     """The values as BF16, without their scale."""
     if fmt.name == "fp8_e4m3":  # two factors in all, because 2^120·2^-a can leave float32
-        bits = payload.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(_E4M3_BITS)
-        return bits.view(torch.bfloat16).mul_(2.0**120)
+        return _e4m3_bits(payload).mul_(2.0**120)
     if fmt.name == "fp8_e5m2":
         return (payload.to(torch.int16) << 8).view(torch.float16).to(torch.bfloat16)
     return from_codes(payload, fmt).to(torch.bfloat16)

@@ -203,7 +203,7 @@ class Step:
         if gemm.operands_numel:
             again = held_as(other_operand(self.format(gemm.grad_input)))
             of_input.append((self.copy(gemm.output), again, gemm.operands_numel, again))
-        of_weight = [(made, g, out, g), (read, beside, x, beside)] if gemm.has_grad_weight else []
+        of_weight = [(made, g, out, g), (read, beside, gemm.read_numel, beside)] if gemm.has_grad_weight else []
         held = []
         for unit, casts in ((gemm.grad_input, of_input), (gemm.grad_weight, of_weight)):
             needed = [(source, target, numel, f) for source, target, numel, f in casts if source != target]

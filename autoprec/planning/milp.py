@@ -261,16 +261,17 @@ class Program(Rows):
         spared = self._stores(gemm)
         self._casts_to(made, [g], gemm.out_numel, back=False, held=of_weight)
         beside = copy_of(other_operand_of(gemm.grad_weight))
-        self._casts_to(copy_of(gemm.output), [beside], gemm.x_numel, back=False, held=of_weight, spared=spared)
+        numel = gemm.read_numel
+        self._casts_to(copy_of(gemm.output), [beside], numel, back=False, held=of_weight, spared=spared)
         if spared is not None:
             x = p.tensors[gemm.x]
             for storage in x.storages:
                 binary = self.s[gemm.x, storage]
                 if storage == RECOMPUTED:
                     other = Linear(1.0).add(binary, -1.0)
-                    self._casts_to(result_of(x.born), [beside], gemm.x_numel, back=False, held=of_weight, spared=other)
+                    self._casts_to(result_of(x.born), [beside], numel, back=False, held=of_weight, spared=other)
                 else:
-                    of_weight += self._read(binary, storage, beside, gemm.x_numel)
+                    of_weight += self._read(binary, storage, beside, numel)
 
     def _result_casts(self, gemm: Gemm, held: list[_Held]) -> None:
         """The input's gradient, made in the grad_input format, goes back in the format in which the input was read."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from autoprec.graphs import Op, Role
@@ -55,9 +56,22 @@ class Products:
             x_noise=tuple(x_noise.items()),
             stored_noise=tuple(stored.items()),
             gradient_noise=tuple(arriving.items()),
+            seen_numel=self._places_read(op),
             weight_bytes=sum(4 * s.numel for w in op.weights if (s := specs.get(f"param:{w}")) and s.requires_grad),
             upstream=upstream,
         )
+
+    def _places_read(self, op: Op) -> int | None:
+        """Elements of its input that a convolution of one place reads, where its stride leaves others out."""
+        specs = self._graph.tensor_by_id
+        weight = specs.get(f"param:{op.weights[0]}") if op.weights else None
+        x, y = specs[op.inputs[0]], specs[op.outputs[0]]
+        if weight is None or not op.kind.startswith("conv") or len(weight.shape) < 3 or "transpose" in op.kind:
+            return None
+        if math.prod(weight.shape[2:]) > 1 or len(x.shape) != len(weight.shape):
+            return None
+        seen = math.prod((*x.shape[:2], *y.shape[2:]))
+        return seen if seen < x.numel else None
 
     def rows(self, limit: float, activations: Activations) -> tuple[WeightRow, ...]:
         """One for each weight whose gradient can be judged; `limit` is the policy's `noise.gradient`."""

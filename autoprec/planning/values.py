@@ -203,6 +203,7 @@ class Gemm:
         moment: forward moment.
         output, grad_input, grad_weight: its units; without a weight the last is `grad_input` once more.
         x: the root tensor that it reads (index); x_numel: elements of its own input, or of all inputs with gradients.
+        seen_numel: elements of its input that the weight's gradient is made of, None for all of them.
         operands_numel: elements of activations that the products of `grad_input` read again.
         out_numel: elements of gradient that arrive.
         variance: whose relative gradient variance arrives (index, see `GradientNode`).
@@ -231,6 +232,12 @@ class Gemm:
     upstream: float = 0.0
     operands_numel: int = 0
     weight_bytes: int = 0
+    seen_numel: int | None = None
+
+    @property
+    def read_numel(self) -> int:
+        """Elements of the input that the weight's gradient is made of."""
+        return self.x_numel if self.seen_numel is None else self.seen_numel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -245,6 +245,10 @@ class Maker:
 STORAGES = ((), ("fp8_e4m3",), ("bf16",), ("bf16", "fp8_e4m3"))
 
 
+#: What frozen weights may live in.
+FROZEN = (("bf16",), ("bf16", "fp8_e4m3"))
+
+
 @dataclass(frozen=True)
 class Case:
     graph: OpGraph
@@ -252,10 +256,15 @@ class Case:
     device: Device
     policy: Policy
     banned: frozenset[tuple[str, str]] = frozenset()
+    strided: bool = False  # products with a weight make its gradient of a third of what they read
 
     def problem(self, budget_bytes: int | None = None) -> Problem:
-        return build_problem(self.graph, self.profile, self.device, self.policy, budget_bytes=budget_bytes,
+        made = build_problem(self.graph, self.profile, self.device, self.policy, budget_bytes=budget_bytes,
                              banned=self.banned)  # fmt: skip
+        if not self.strided:
+            return made
+        gemms = (dataclasses.replace(g, seen_numel=g.x_numel // 3) if g.has_grad_weight else g for g in made.gemms)
+        return dataclasses.replace(made, gemms=tuple(gemms))
 
 
 def random_graph(rng: np.random.Generator) -> tuple[Maker, OpGraph]:
@@ -334,18 +343,31 @@ def random_case(seed: int, *, most: int = 256) -> Case:
         "noise": {"gradient": 10.0 ** float(rng.uniform(-3.0, 0.5)), "loss": 10.0 ** float(rng.uniform(-6.0, -1.0))},
         "storage": {"formats": STORAGES[int(np.searchsorted((0.2, 0.5, 0.6), rng.random()))]},
     })  # fmt: skip
-    case = Case(graph, make.profile(graph), make.device(graph), policy)
+    last = np.random.default_rng([seed, 33])
+    if last.random() < 0.3:
+        graph = with_frozen_weights(graph, last)
+        frozen = FROZEN[int(last.integers(len(FROZEN)))]
+        policy = policy.replaced(storage={"formats": policy.storage.formats, "frozen": frozen})
+    case = Case(graph, make.profile(graph), make.device(graph), policy, strided=bool(last.random() < 0.3))
     banned: set[tuple[str, str]] = set()
     while choices_count(problem := case.problem()) > most:
-        units = [u for u in problem.units if len(u.options) > 1]
+        units = [u for u in problem.units if len(u.options) > 1 and not u.is_parameter]
         if not units:
             policy = policy.replaced(storage={"formats": policy.storage.formats[1:]})
-            case = Case(case.graph, case.profile, case.device, policy, frozenset(banned))
+            case = dataclasses.replace(case, policy=policy)
             continue
         unit = units[int(rng.integers(len(units)))]
         banned.add((unit.op, str(rng.choice([f for f in unit.options if f != "fp32"]))))
-        case = Case(case.graph, case.profile, case.device, case.policy, frozenset(banned))
+        case = dataclasses.replace(case, banned=frozenset(banned))
     return case
+
+
+def with_frozen_weights(graph: OpGraph, rng: np.random.Generator) -> OpGraph:
+    """The same graph, in which more of the weights of linears and lookups are not trained."""
+    weights = {f"param:{w}" for op in graph.ops if op.kind in ("linear", "embedding") for w in op.weights}
+    frozen = {t for t in sorted(weights) if rng.random() < 0.6}
+    specs = (dataclasses.replace(t, requires_grad=False) if t.id in frozen else t for t in graph.tensors)
+    return dataclasses.replace(graph, tensors=tuple(specs))
 
 
 def transformer(layers: int = 12, *, width: int = 64, rows: int = 128, seed: int = 0) -> tuple[Maker, OpGraph]:
