@@ -187,7 +187,7 @@ def test_a_convolution_decodes_the_places_that_it_reads() -> None:
     y = conv(x, w, None, packed := encode(x, "fp8_e4m3"), spec, conv_options("conv2d", options))
     grad = torch.randn_like(y)
     peak = peak_bytes(lambda: torch.autograd.grad(y, w, grad, retain_graph=True), torch.device("cpu"))
-    assert peak < 2.5 * 2 * x.numel() / 4  # decoding takes a copy of its own for a moment
+    assert peak < 2 * x.numel()  # a copy of a quarter, and what decoding and the product take; all of it is 2.4 MB
     (found,) = torch.autograd.grad(y, w, grad)
     want = torch.einsum("noij,ncij->oc", grad.double(), decode(packed, torch.float32)[..., ::2, ::2].double())
     assert float((found[..., 0, 0].double() - want).norm() / want.norm()) < 2.0**-8

@@ -177,12 +177,19 @@ class _Conv(torch.autograd.Function):
         return grad_x, grad_w, grad_b, None, None, None, None
 
 
+def _places(o: ConvOptions, weight: Tensor) -> tuple[slice, ...] | None:
+    """Where a convolution reads its input, if its kernel is one place and its stride leaves some out."""
+    if math.prod(weight.shape[2:]) > 1 or math.prod(o.stride) == 1 or any(o.padding) or o.transposed:
+        return None
+    return (slice(None), slice(None), *(slice(None, None, step) for step in o.stride))
+
+
 def _places_read(o: ConvOptions, x: Tensor | Packed, weight: Tensor) -> tuple[Tensor | Packed, ConvOptions]:
     """The places of its input that a convolution reads, where a kernel of one place leaves some out, and how it then
     reads them: only those are decoded and cast."""
-    if math.prod(weight.shape[2:]) > 1 or math.prod(o.stride) == 1 or any(o.padding) or o.transposed:
+    places = _places(o, weight)
+    if places is None:
         return x, o
-    places = (slice(None), slice(None), *(slice(None, None, step) for step in o.stride))
     seen = x._replace(payload=x.payload[places]) if isinstance(x, Packed) else x[places]
     return seen, replace(o, stride=(1,) * len(o.stride))
 
@@ -207,6 +214,11 @@ def _conv_input_gradient(
     w = spec.operand(weight, other_operand(spec.grad_input))
     g = spec.operand(spec.gradient(grad, spec.grad_input), spec.grad_input)
     with spec.computing(spec.grad_input):
+        if (places := _places(o, weight)) is not None:
+            made = g.new_zeros(shape)
+            seen = made[places]
+            seen.copy_(_conv_adjoint(replace(o, stride=(1,) * len(o.stride)), g, seen.shape, w))
+            return spec.product(made, spec.grad_input)
         if read is not None and read.dtype == w.dtype:
             return spec.product(_conv_backward(o, g, read, w, 0), spec.grad_input)
         return spec.product(_conv_adjoint(o, g, shape, w), spec.grad_input)

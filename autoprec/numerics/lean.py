@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autoprec.numerics.compilers import is_traced
 from autoprec.numerics.double_backward import refuse_double_backward
-from autoprec.numerics.packing import pack_bits, unpack_bits
+from autoprec.numerics.packing import pack_bits, piece_numel, unpack_bits
 
 __all__ = ["attention", "dropout", "lean", "relu_keeping_bits"]
 
@@ -31,6 +31,13 @@ def _is_not_zero(x: Tensor) -> Tensor:
     return (x.view(_INTEGER[x.element_size()]) << 1).bool()
 
 
+def _bits(x: Tensor) -> Tensor:
+    """One bit per element: where x is not zero. Piece by piece, so that what is made on the way stays small."""
+    if is_traced(x):
+        return pack_bits(_is_not_zero(x))
+    return torch.cat([pack_bits(_is_not_zero(part)) for part in x.reshape(-1).split(piece_numel(x))])
+
+
 class _Masked(torch.autograd.Function):
     """x where a bit is set, 0 elsewhere, whatever x is there."""
 
@@ -39,9 +46,13 @@ class _Masked(torch.autograd.Function):
         ctx.save_for_backward(bits)
         if is_traced(x):
             return torch.where(unpack_bits(bits, x.shape), x, 0.0)
-        integer = _INTEGER[x.element_size()]
-        mask = unpack_bits(bits, x.shape).to(integer).neg_()
-        return mask.bitwise_and_(x.contiguous().view(integer)).view(x.dtype)
+        integer, numel = _INTEGER[x.element_size()], piece_numel(x)
+        flat = x.contiguous().view(integer).view(-1)
+        masked = torch.empty_like(flat)
+        for part, packed, made in zip(flat.split(numel), bits.split(numel // 8), masked.split(numel), strict=True):
+            mask = unpack_bits(packed, part.shape).to(integer).neg_()
+            torch.bitwise_and(mask, part, out=made)
+        return masked.view(x.dtype).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
@@ -53,7 +64,7 @@ class _Relu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         y = torch.relu(x)
         # torch's own formula: the gradient is stopped where y ≤ 0, so it passes a NaN.
-        ctx.save_for_backward(pack_bits(_is_not_zero(y)))
+        ctx.save_for_backward(_bits(y))
         return y
 
     @staticmethod
@@ -73,7 +84,7 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
         factors = torch.empty_like(x).bernoulli_(1.0 - p)
         ctx.p, ctx.like = p, factors.new_empty(())
-        ctx.save_for_backward(pack_bits(_is_not_zero(factors)))
+        ctx.save_for_backward(_bits(factors))
         return x * factors.div_(1.0 - p)
 
     @staticmethod

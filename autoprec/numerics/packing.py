@@ -23,13 +23,18 @@ from autoprec.numerics.compilers import is_traced, made_in_backward
 from autoprec.numerics.dtypes import dtype_of, has_dtype
 from autoprec.numerics.rounding import from_codes, rounded, to_codes
 
-__all__ = ["Packed", "amax_of", "decode", "encode", "pack_bits", "unpack_bits"]
+__all__ = ["Packed", "amax_of", "decode", "encode", "pack_bits", "piece_numel", "unpack_bits"]
 
 #: Elements that are packed at a time. On a CPU what is made on the way then fits the caches
 #: (docs/measurements/pieces.md); larger pieces keep a GPU busy.
 _CPU_PIECE, _PIECE = 1 << 18, 1 << 24
 
 _E4M3_BITS = -0x7810  # 0x87F0 as int16: sign, then eeeemmm four places up
+
+
+def piece_numel(x: Tensor) -> int:
+    """How many elements of `x` are made into something else at a time; a multiple of 8."""
+    return _CPU_PIECE if x.device.type == "cpu" else _PIECE
 
 
 class Packed(NamedTuple):
@@ -113,7 +118,7 @@ def _narrow(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
 
 def _pieces(x: Tensor, y: Tensor, *, whole: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
     """Two tensors of one layout, piece by piece, so that what is made on the way stays small."""
-    most = _CPU_PIECE if x.device.type == "cpu" else _PIECE
+    most = piece_numel(x)
     if whole or x.numel() <= most or not x.is_contiguous() or not y.is_contiguous():
         yield x, y
         return
