@@ -43,7 +43,8 @@ def compile(
     an optimizer step; with `plan` it happened elsewhere.
 
     Args:
-        model: an FP32 model; parameters stay the same FP32 objects under the same names.
+        model: an FP32 model; parameters stay the same FP32 objects under the same names. Frozen weights may live in a
+            narrow format where the policy says so (`storage.frozen`), and then have no FP32 copy.
         policy: a name in policies/, a file, or a `Policy`.
         budget: peak bytes of one training step: `"6GiB"`, an int, or `"60%"` of the part that precision can change.
         plan: a plan file or a `Plan`.
@@ -94,6 +95,7 @@ def session(model: nn.Module) -> Session:
 
 
 def unwrap(model: M) -> M:
-    """Undo `compile`: the plain FP32 model, no hooks, no plan. Returns the same object."""
+    """Undo `compile`: the plain FP32 model, no hooks, no plan. Returns the same object. Frozen weights that lived in a
+    narrow format have the values that they were rounded to."""
     session_of(model).close()
     return model
