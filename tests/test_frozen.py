@@ -424,3 +424,10 @@ def test_a_plan_that_does_not_fit_rounds_nothing(change: Callable[[Tuned], objec
     with pytest.raises(PlanError, match=told):
         autoprec.compile(model, plan=plan, events=None)
     assert type(model.wide[0].base.weight) is nn.Parameter
+
+
+def test_a_parameter_is_not_recomputed() -> None:
+    model, _ = made()
+    storage = Storage(tensor="param:head.weight", format="recomputed", reason="", made_from=("param:head.weight",))
+    with pytest.raises(PlanError, match="nothing makes it"):
+        autoprec.compile(model, plan=Plan(assignments=(), storages=(storage,)), events=None)

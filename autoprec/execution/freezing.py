@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from autoprec.errors import PlanError
 from autoprec.numerics.frozen import NarrowParameter, narrow, widen
 from autoprec.numerics.packing import decode, encode
-from autoprec.plans import Plan
+from autoprec.plans import RECOMPUTED, Plan
 
 __all__ = ["FrozenParameters", "rounded_as"]
 
@@ -65,6 +65,8 @@ class FrozenParameters:
         found = self._parameters.get(fqn)
         if found is None:
             raise PlanError(f"the plan keeps parameter {fqn} in {fmt}, and this model has none of that name")
+        if fmt == RECOMPUTED:
+            raise PlanError(f"the plan has parameter {fqn} recomputed, and nothing makes it: a format, or as it is")
         if found.requires_grad:
             raise PlanError(
                 f"the plan keeps parameter {fqn} in {fmt} for good, as it was frozen, and here it is trained: freeze it"

@@ -80,7 +80,7 @@ POLICY = mapping(
             why=TEXT,
         )
     ),
-    storage=mapping({}, formats=items(one_of(STORAGES)), recompute={"type": "boolean"}),
+    storage=mapping({}, formats=items(one_of(STORAGES)), recompute={"type": "boolean"}, frozen=items(one_of(STORAGES))),
     calibration=mapping({}, steps={"type": "integer", "minimum": 2}),
     monitor=mapping(
         {},
@@ -334,6 +334,7 @@ def _policy(tree: Any) -> Iterator[Path]:
     if "fp32" not in formats:
         yield ("formats",)
     yield from _twice(_list(tree, "storage", "formats"), "storage", "formats")
+    yield from _twice(_list(tree, "storage", "frozen"), "storage", "frozen")
     for i, rule in enumerate(_list(tree, "rules")):
         pin, floor, ceiling = (_value(rule, key) for key in ("pin", "floor", "ceiling"))
         if (pin is None) == (floor is None and ceiling is None):
