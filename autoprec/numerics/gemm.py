@@ -214,6 +214,11 @@ def _conv_input_gradient(
     w = spec.operand(weight, other_operand(spec.grad_input))
     g = spec.operand(spec.gradient(grad, spec.grad_input), spec.grad_input)
     with spec.computing(spec.grad_input):
+        if (places := _places(o, weight)) is not None:
+            made = g.new_zeros(shape)
+            seen = made[places]
+            seen.copy_(_conv_adjoint(replace(o, stride=(1,) * len(o.stride)), g, seen.shape, w))
+            return spec.product(made, spec.grad_input)
         if read is not None and read.dtype == w.dtype:
             return spec.product(_conv_backward(o, g, read, w, 0), spec.grad_input)
         return spec.product(_conv_adjoint(o, g, shape, w), spec.grad_input)
