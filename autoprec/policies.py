@@ -193,12 +193,9 @@ class StorageOptions(_Part):
         json_schema_extra=some_of(STORAGE_FORMATS),
         description="What a tensor may be kept in instead of as it is.",
     )
-
     recompute: bool = Field(
-        default=True,
-        description="Whether a tensor may be made again in the backward pass from what others keep.",
+        default=True, description="Whether a tensor may be made again in the backward pass from what others keep."
     )
-
     frozen: Many[str] = Field(
         default=(),
         json_schema_extra=some_of(STORAGE_FORMATS),
