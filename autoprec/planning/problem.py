@@ -36,6 +36,7 @@ from autoprec.planning.pricing import Prices
 from autoprec.planning.products import Products
 from autoprec.planning.roots import Roots, resolve_roots
 from autoprec.planning.stores import Keeping, Stores
+from autoprec.planning.sums import sharing_gradients
 from autoprec.planning.values import PlanTensor, Problem, Unit, Use
 from autoprec.plans import RECOMPUTED
 from autoprec.policies import Policy
@@ -140,11 +141,12 @@ class _Builder:
     def build(self, budget_bytes: int | None) -> Problem:
         graph, policy = self.graph, self.policy
         readers, savers = self._uses()
-        tensors = tuple(
+        made = (
             self._tensor(root, readers.get(root, []), savers.get(root, []))
             for root in self.members
             if root in graph.producer or root in readers or root in savers
         )
+        tensors = sharing_gradients(made, graph, self.roots)
         index = {t.id: i for i, t in enumerate(tensors)}
         constant = sum(
             self.device.seconds_by_key.get((op.timing_key, Role.OUTPUT, "fp32"), 0.0) * op.calls

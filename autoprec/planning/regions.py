@@ -17,8 +17,9 @@ def fp16_regions(
 
     Two ops are connected if both make or read the same root tensor in FP16. An op with FP16 only in its gradient roles
     is a region of its own. The scale is the largest power of two that keeps the largest gradient seen at the region's
-    tensors three octaves below FP16's maximum; parameters that pointwise ops read (a norm's gain, written by hand) are
-    among them, because the sum over rows that their gradient is comes out in FP16 as well.
+    tensors three octaves below FP16's maximum; parameters are among them where the sum over rows that their gradient is
+    comes out in FP16 as well: those that pointwise ops read (a norm's gain, written by hand), and weights of products
+    whose gradient FP16 makes.
     """
     narrow = [op for op in graph.ops if any(format_of.get((op.id, r)) == "fp16" for r in op.roles)]
     parent = {op.id: op.id for op in narrow}
@@ -41,7 +42,7 @@ def fp16_regions(
     members: dict[str, list[Op]] = {}
     for op in narrow:
         members.setdefault(find(op.id), []).append(op)
-    return tuple(_region(ops, graph, prices) for ops in members.values())
+    return tuple(_region(ops, graph, prices, format_of) for ops in members.values())
 
 
 def _flowing(op: Op, graph: OpGraph) -> list[str]:
@@ -54,15 +55,19 @@ def _flowing(op: Op, graph: OpGraph) -> list[str]:
     ]
 
 
-def _summed(op: Op, graph: OpGraph) -> list[str]:
-    """Parameters that an op without roles of gradients reads in its own format."""
-    if op.op_class not in (OpClass.POINTWISE, OpClass.RECURRENT):
+def _summed(op: Op, graph: OpGraph, weights_too: bool) -> list[str]:
+    """Parameters that an op without roles of gradients reads in its own format, or whose gradient is a role in it."""
+    if op.op_class not in (OpClass.POINTWISE, OpClass.RECURRENT) and not weights_too:
         return []
     return [t for t in op.inputs if graph.tensor_by_id[t].kind is TensorKind.PARAMETER]
 
 
-def _region(ops: list[Op], graph: OpGraph, prices: Prices) -> Region:
-    concerned = [t for op in ops for t in (*_flowing(op, graph), *_summed(op, graph))]
+def _region(ops: list[Op], graph: OpGraph, prices: Prices, format_of: dict[tuple[str, Role], str]) -> Region:
+    concerned = [
+        t
+        for op in ops
+        for t in (*_flowing(op, graph), *_summed(op, graph, format_of.get((op.id, Role.GRAD_WEIGHT)) == "fp16"))
+    ]
     found = [(h.amax, t) for t in concerned if (h := prices.gradients(t)) is not None]
     amax, where = max(found, default=(0.0, ""))
     scale = fp16_gradient_scale_log2(amax)

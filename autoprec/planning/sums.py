@@ -1,0 +1,53 @@
+"""Gradients of sums. A sum passes on the gradient that arrives, and its terms share that one tensor until another
+reader's gradient is added to it, or the op that made the term has read it: so it is counted once, for one of them after
+the other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from autoprec.graphs import Op, OpGraph
+from autoprec.planning.roots import Roots
+from autoprec.planning.values import PlanTensor
+
+__all__ = ["sharing_gradients"]
+
+
+def sharing_gradients(tensors: Iterable[PlanTensor], graph: OpGraph, roots: Roots) -> tuple[PlanTensor, ...]:
+    """The tensors, with the last gradient readers (which send the first gradients) of terms of a sum put at the op
+    after whose backward pass the gradient is the term's own.
+
+    A term of which the sum is not the last reader gets a tensor of its own at once; so does what is added to itself, is
+    multiplied, or has another shape than the sum.
+    """
+    found = list(tensors)
+    index = {t.id: i for i, t in enumerate(found)}
+    for moment, op in enumerate(graph.ops):
+        terms = [index[root] for root, times in Counter(_terms(op, graph, roots)).items() if times == 1]
+        start = moment - 1  # at this moment it is the sum's
+        # Who gives it up first has it first. The other one counts from then on, if it has it for so long.
+        for i in sorted((i for i in terms if found[i].gradient_readers), key=lambda i: -_until(found[i])):
+            if start >= _until(found[i]):
+                *others, last = found[i].gradient_readers
+                found[i] = replace(found[i], gradient_readers=(*others, replace(last, moment=start)))
+                start = _until(found[i]) - (0 if others else 1)
+    return tuple(found)
+
+
+def _terms(op: Op, graph: OpGraph, roots: Roots) -> Iterator[str]:
+    """Roots of what an addition adds up as it is."""
+    if op.kind != "add" or "alpha=" in op.timing_key:
+        return
+    made = graph.tensor_by_id[op.outputs[0]]
+    for t in op.inputs:
+        spec, root = graph.tensor_by_id[t], graph.tensor_by_id[roots.root_of[t]]
+        one = spec.numel == made.numel == root.numel and spec.is_float32 and root.is_float32
+        if one and root.id != roots.root_of[made.id]:
+            yield root.id
+
+
+def _until(t: PlanTensor) -> int:
+    """The op at whose backward pass the gradient of a term's last reader is added to another, or read."""
+    return t.gradient_readers[-2].moment if len(t.gradient_readers) > 1 else t.birth
