@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoprec.numerics.compilers import is_traced
 from autoprec.numerics.double_backward import refuse_double_backward
+from autoprec.numerics.packing import pieces
 
-__all__ = ["cast", "enter_region", "leave_region", "saturating_cast"]
+__all__ = ["cast", "enter_region", "leave_region", "saturating_cast", "scaled_cast"]
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -27,6 +29,17 @@ def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(x.isinf(), x, x.clamp(-limit, limit)).to(dtype)
 
 
+def scaled_cast(x: Tensor, scale_log2: int, dtype: torch.dtype) -> Tensor:
+    """`x` times 2**scale_log2 in `dtype`, multiplied in FP32, of which nothing as large as `x` is made on the way."""
+    factor = 2.0**scale_log2
+    if torch.is_grad_enabled() or is_traced(x):
+        return (x.float() * factor).to(dtype)
+    made = torch.empty_like(x, dtype=dtype)
+    for source, target in pieces(x, made):
+        target.copy_(source.float() * factor)
+    return made
+
+
 class _EnterRegion(torch.autograd.Function):
     """FP32/BF16 → FP16; the gradient that leaves the region is divided by the scale in FP32."""
 
@@ -38,7 +51,7 @@ class _EnterRegion(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _refuse(ctx.scale_log2)
-        return grads[0].float().mul(2.0**-ctx.scale_log2).to(ctx.source), None, None
+        return scaled_cast(grads[0], -ctx.scale_log2, ctx.source), None, None
 
 
 class _LeaveRegion(torch.autograd.Function):
@@ -52,7 +65,7 @@ class _LeaveRegion(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _refuse(ctx.scale_log2)
-        return grads[0].float().mul(2.0**ctx.scale_log2).to(ctx.source), None, None
+        return scaled_cast(grads[0], ctx.scale_log2, ctx.source), None, None
 
 
 def _refuse(scale_log2: int) -> None:

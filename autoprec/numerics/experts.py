@@ -49,7 +49,7 @@ class _GroupedLinear(torch.autograd.Function):
             x = spec.operand(read, other_operand(spec.grad_weight))
             with spec.computing(spec.grad_weight):
                 product = torch.stack([_wide_product(x[group].t(), g[group]) for group in ctx.groups])
-            grad_w = unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
+            grad_w = unscaled(ctx, spec.product(product, spec.grad_weight, weight.dtype), weight.dtype)
             del x, g, product
         del read  # as in a linear: it need not be there beside the input's gradient
         if ctx.needs_input_grad[0]:
@@ -59,7 +59,7 @@ class _GroupedLinear(torch.autograd.Function):
             with spec.computing(spec.grad_input):
                 for i, group in enumerate(ctx.groups):
                     torch.mm(g[group], w[i].t(), out=grad_x[group])
-            grad_x = spec.product(grad_x, spec.grad_input).to(ctx.x_dtype)
+            grad_x = spec.product(grad_x, spec.grad_input, ctx.x_dtype)
         return grad_x, grad_w, None, None, None, None
 
 
@@ -101,29 +101,29 @@ class _BatchedLinear(torch.autograd.Function):
         grad_x = grad_w = grad_b = None
         refuse_copies(ctx)
         if ctx.needs_input_grad[1]:
-            grad_w = unscaled(ctx, _batched_weight_gradient(spec, grad, read), weight.dtype)
+            grad_w = unscaled(ctx, _batched_weight_gradient(spec, grad, read, weight.dtype), weight.dtype)
         del read  # as in a linear: it need not be there beside the input's gradient
         if ctx.needs_input_grad[0]:
-            grad_x = _batched_input_gradient(spec, grad, weight).to(ctx.x_dtype)
+            grad_x = _batched_input_gradient(spec, grad, weight, ctx.x_dtype)
         if ctx.bias_shape is not None and ctx.needs_input_grad[2]:
             wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
             grad_b = unscaled(ctx, wide.sum_to_size(ctx.bias_shape), weight.dtype)
         return grad_x, grad_w, grad_b, None, None, None
 
 
-def _batched_weight_gradient(spec: GemmSpec, grad: Tensor, read: Tensor | Packed) -> Tensor:
+def _batched_weight_gradient(spec: GemmSpec, grad: Tensor, read: Tensor | Packed, dtype: torch.dtype) -> Tensor:
     g = spec.operand(spec.gradient(grad, spec.grad_weight), spec.grad_weight)
     with spec.computing(spec.grad_weight):
         product = _wide_product(spec.operand(read, other_operand(spec.grad_weight)).mT, g)
-    return spec.product(product, spec.grad_weight)
+    return spec.product(product, spec.grad_weight, dtype)
 
 
-def _batched_input_gradient(spec: GemmSpec, grad: Tensor, weight: Tensor) -> Tensor:
+def _batched_input_gradient(spec: GemmSpec, grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """A function of its own, so that what it makes on the way is gone when it returns."""
     g = spec.operand(spec.gradient(grad, spec.grad_input), spec.grad_input)
     with spec.computing(spec.grad_input):
         product = g @ spec.operand(weight, other_operand(spec.grad_input)).mT
-    return spec.product(product, spec.grad_input)
+    return spec.product(product, spec.grad_input, dtype)
 
 
 def grouped_linear(

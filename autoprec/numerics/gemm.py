@@ -117,15 +117,15 @@ class _Linear(torch.autograd.Function):
 def _weight_gradient(spec: GemmSpec, grad: Tensor, read: Tensor | Packed, dtype: torch.dtype) -> Tensor:
     columns = _columns(read, spec, other_operand(spec.grad_weight))
     product = rows_times_rows(spec.gradient(grad, spec.grad_weight).t(), columns, spec.grad_weight, spec, dtype)
-    return spec.product(product, spec.grad_weight)
+    return spec.product(product, spec.grad_weight, dtype)
 
 
 def _input_gradient(spec: GemmSpec, grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """A function of its own, so that what it makes on the way is gone when it returns."""
     g = spec.gradient(grad, spec.grad_input)
-    made = torch.float32 if spec.shifts(spec.grad_input) else dtype
+    made = torch.float32 if spec.shifts(spec.grad_input) and g.is_cuda else dtype  # there as it was accumulated
     product = rows_times_rows(g, weight.t(), spec.grad_input, spec, made)
-    return spec.product(product, spec.grad_input).to(dtype)
+    return spec.product(product, spec.grad_input, dtype)
 
 
 def _columns(x: Tensor | Packed, spec: GemmSpec, fmt: str) -> Tensor | Packed:
@@ -166,12 +166,13 @@ class _Conv(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             seen, options = _places_read(ctx.options, read, weight)
             product = _conv_weight_gradient(spec, options, grad, seen, weight)
-            grad_w = unscaled(ctx, spec.product(product, spec.grad_weight), weight.dtype)
+            grad_w = unscaled(ctx, spec.product(product, spec.grad_weight, weight.dtype), weight.dtype)
         shape = read.payload.shape if isinstance(read, Packed) else read.shape
         there = read if isinstance(read, Tensor) and ctx.again is None else None
         del read  # as in `_Linear`
         if ctx.needs_input_grad[0]:
-            grad_x = _conv_input_gradient(spec, ctx.options, grad, there, shape, weight).to(ctx.x_dtype)
+            product = _conv_input_gradient(spec, ctx.options, grad, there, shape, weight)
+            grad_x = spec.product(product, spec.grad_input, ctx.x_dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_b = unscaled(ctx, _channel_sums(grad, spec.grad_weight), weight.dtype)
         return grad_x, grad_w, grad_b, None, None, None, None
@@ -218,10 +219,10 @@ def _conv_input_gradient(
             made = g.new_zeros(shape)
             seen = made[places]
             seen.copy_(_conv_adjoint(replace(o, stride=(1,) * len(o.stride)), g, seen.shape, w))
-            return spec.product(made, spec.grad_input)
+            return made
         if read is not None and read.dtype == w.dtype:
-            return spec.product(_conv_backward(o, g, read, w, 0), spec.grad_input)
-        return spec.product(_conv_adjoint(o, g, shape, w), spec.grad_input)
+            return _conv_backward(o, g, read, w, 0)
+        return _conv_adjoint(o, g, shape, w)
 
 
 def _conv_adjoint(o: ConvOptions, g: Tensor, shape: torch.Size, w: Tensor) -> Tensor:
@@ -268,11 +269,11 @@ class _Matmul(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             with spec.computing(fmt):
                 product = _product_to(g, spec.operand(b, beside).mT, shape_a)
-            grad_a = spec.product(product, fmt).to(ctx.dtypes[0])
+            grad_a = spec.product(product, fmt, ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
             with spec.computing(fmt):
                 product = _product_to(spec.operand(a, beside).mT, g, shape_b)
-            grad_b = spec.product(product, fmt).to(ctx.dtypes[1])
+            grad_b = spec.product(product, fmt, ctx.dtypes[1])
         return grad_a, grad_b, None
 
 

@@ -47,7 +47,7 @@ class _Kernel(torch.autograd.Function):
         found = torch.autograd.grad(y, [again[i] for i in wanted], arriving, allow_unused=True)
         gradients: list[Tensor | None] = [None] * len(operands)
         for i, g in zip(wanted, found, strict=True):
-            gradients[i] = None if g is None else spec.product(g, fmt).to(operands[i].dtype)
+            gradients[i] = None if g is None else spec.product(g, fmt, operands[i].dtype)
         return None, None, *gradients
 
 

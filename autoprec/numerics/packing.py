@@ -23,7 +23,7 @@ from autoprec.numerics.compilers import is_traced, made_in_backward
 from autoprec.numerics.dtypes import dtype_of, has_dtype
 from autoprec.numerics.rounding import from_codes, rounded, to_codes
 
-__all__ = ["Packed", "amax_of", "decode", "encode", "pack_bits", "piece_numel", "unpack_bits"]
+__all__ = ["Packed", "amax_of", "decode", "encode", "pack_bits", "piece_numel", "pieces", "unpack_bits"]
 
 #: Elements that are packed at a time. On a CPU what is made on the way then fits the caches
 #: (docs/measurements/pieces.md); larger pieces keep a GPU busy.
@@ -92,7 +92,7 @@ def encode(x: Tensor, format_name: str, *, rowwise: bool = False) -> Packed:
             return Packed(_narrow(x, scale, fmt), inverse, fmt.name)
         held = dtype_of(fmt.name) if has_dtype(fmt.name) else torch.uint8
         payload = torch.empty_like(x, dtype=held, requires_grad=False)
-        for source, target in _pieces(x, payload, whole=rowwise):
+        for source, target in pieces(x, payload, whole=rowwise):
             target.copy_(_inside(source, scale, fmt))
         return Packed(payload.view(torch.uint8), inverse, fmt.name)
 
@@ -116,7 +116,7 @@ def _narrow(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
     return inside.clamp(-fmt.max_value, fmt.max_value).to(dtype_of(fmt.name))
 
 
-def _pieces(x: Tensor, y: Tensor, *, whole: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+def pieces(x: Tensor, y: Tensor, *, whole: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
     """Two tensors of one layout, piece by piece, so that what is made on the way stays small."""
     most = piece_numel(x)
     if whole or x.numel() <= most or not x.is_contiguous() or not y.is_contiguous():
@@ -136,7 +136,7 @@ def decode(packed: Packed, dtype: torch.dtype) -> Tensor:
     if dtype is torch.bfloat16:
         return _in_bfloat16(packed.payload, fmt, packed.inverse_scale)
     out = torch.empty_like(packed.payload, dtype=dtype)
-    for source, target in _pieces(packed.payload, out, whole=packed.inverse_scale.dim() > 0):
+    for source, target in pieces(packed.payload, out, whole=packed.inverse_scale.dim() > 0):
         if dtype is torch.float32:
             target.copy_(_unscaled(source, fmt)).mul_(packed.inverse_scale)
         else:  # 2^-a can be below FP16's smallest number

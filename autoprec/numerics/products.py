@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autoprec.formats import TF32, is_operands_only, is_scaled, other_operand, result_format
+from autoprec.numerics.casts import scaled_cast
 from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.frozen import packed_of
 from autoprec.numerics.packing import Packed, decode, encode
@@ -94,12 +95,17 @@ class GemmSpec:
         return bool(self.local_scale_log2) and fmt == "fp16"
 
     def gradient(self, g: Tensor, fmt: str) -> Tensor:
-        """The arriving gradient with the local scale, as far as the format needs one."""
-        return g.float() * 2.0**self.local_scale_log2 if self.shifts(fmt) else g
+        """The arriving gradient; where the format needs the local scale, with that, and rounded to the format."""
+        if not self.shifts(fmt):
+            return g
+        return scaled_cast(g, self.local_scale_log2, torch.float16)
 
-    def product(self, p: Tensor, fmt: str) -> Tensor:
-        """A product of `gradient(…, fmt)`, without the local scale."""
-        return p.float() * 2.0**-self.local_scale_log2 if self.shifts(fmt) else p
+    def product(self, p: Tensor, fmt: str, dtype: torch.dtype) -> Tensor:
+        """A product of `gradient(…, fmt)` in `dtype`, without the local scale. Changes `p`, which is nobody else's."""
+        if not self.shifts(fmt):
+            return p.to(dtype)
+        wide = torch.float32 if dtype is torch.float16 else dtype  # BF16 has the exponents of FP32
+        return p.to(wide).mul_(2.0**-self.local_scale_log2).to(dtype)
 
 
 def rows_times_rows(
