@@ -1,5 +1,6 @@
 """How many elements at a time? `python -m tests.bench.pieces`: packing to E4M3 and sums over channels, on this CPU.
-And what the backward pass of ReLU and dropout is made of, by torch's own comparisons and by bits.
+And what the backward pass of ReLU and dropout is made of, by torch's own comparisons and by bits; and max pooling that
+keeps a byte.
 
 One thread; sizes take turns, round by round; medians. Both make FP32 or BF16 tensors on the way, piece by piece; a
 piece of all elements is what one call of torch would do.
@@ -10,11 +11,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from autoprec.numerics import gemm, lean, norms, packing
+from autoprec.numerics import gemm, lean, norms, packing, pooling
 from tests.bench.measure import one_thread
 
 ROUNDS = 31
@@ -58,6 +60,18 @@ def by_bits(x: torch.Tensor) -> dict[str, Callable[[], object]]:
         "torch's relu, backward": lambda: torch.autograd.grad(plain, leaf, g, retain_graph=True),
         "relu that keeps bits, backward": lambda: torch.autograd.grad(lean_one, leaf, g, retain_graph=True),
     }
+
+
+def pools(x: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Max pooling of a (batch, channels, height, width) tensor, forward and backward, with windows of 2×2 and 3×3."""
+    leaf, found = x.clone().requires_grad_(), dict[str, Callable[[], object]]()
+    for kernel, stride, padding in ((2, 2, 0), (3, 2, 1)):
+        for who, pool in (("torch's", F.max_pool2d), ("ours", pooling.max_pool2d)):
+            y = pool(leaf, kernel, stride, padding)
+            g, name = torch.ones_like(y), f"max pool {kernel}×{kernel}, {who}"
+            found[f"{name}, forward"] = partial(pool, leaf, kernel, stride, padding)
+            found[f"{name}, backward"] = partial(torch.autograd.grad, y, leaf, g, retain_graph=True)
+    return found
 
 
 def layer_norms(count: int) -> None:
@@ -106,6 +120,9 @@ def main() -> None:
             print(f"{name:26}" + "".join(f"{cell:>20}" for cell in cells), flush=True)
         print("\nthe same elements at once, BF16")
         for name, call in by_bits(narrow).items():
+            a, m, b = next(iter(times(call, lambda size: None).values()))
+            print(f"{name:44} {m * 1e3:6.2f} ({a * 1e3:.2f}-{b * 1e3:.2f})", flush=True)
+        for name, call in pools(channels).items():
             a, m, b = next(iter(times(call, lambda size: None).values()))
             print(f"{name:44} {m * 1e3:6.2f} ({a * 1e3:.2f}-{b * 1e3:.2f})", flush=True)
         print("\ngradients of a BF16 layer norm's weight and bias")
