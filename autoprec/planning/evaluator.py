@@ -134,17 +134,15 @@ class Step:
         self.gradients(t, born)
 
     def gradients(self, t: PlanTensor, born: str) -> None:
-        """The gradient of one tensor: in each format in which it is read, from the last reader there until it is cast
-        to the format that it was born in, before the backward pass of the op that made it. What a further reader sends
-        is added to what is there, and the gradient of a slice is one of the whole."""
+        """The gradient of one tensor: in each format in which it is read, from the last reader there until its
+        birth, where it is cast to the format that it was born in. What a further reader sends is added to what is
+        there, and the gradient of a slice is one of the whole."""
         p, what = self.problem, f"gradient of {t.id}"
         last = {self.result(use.unit): p.backward(use.moment) for use in t.gradient_readers}
         if last:
             last.setdefault(born, p.backward(t.birth))
         for f, first in last.items():
-            until = p.backward(t.birth) - (0 if f == born else 1)
-            if first <= until:
-                self.hold(what, _GRADIENTS, first, until, t.numel * bytes_of(f))
+            self.hold(what, _GRADIENTS, first, p.backward(t.birth), t.numel * bytes_of(f))
         for use in t.gradient_readers[:-1]:
             then = p.backward(use.moment)
             self.hold(f"sum of the {what}", _GRADIENTS, then, then, t.numel * bytes_of(self.result(use.unit)))
@@ -216,9 +214,7 @@ class Step:
             there, made_of = (size * bytes_of(self.format_kept(gemm)) for size in p.remade_for(gemm))
             held[1] += there
             held.append(there + made_of)  # what it is made of is gone when the product begins
-        roles = (gemm.output, gemm.grad_input, gemm.grad_weight)
-        ours = self.storage_of(gemm) is not None or any(self.format(u) != "fp32" for u in roles)
-        early, late = p.one_after_the_other(gemm, self.format(gemm.output)) if ours else (0, 0)
+        early, late = p.one_after_the_other(gemm, self.format(gemm.output))
         held = [held[0] + early, *(max(0, size - late) for size in held[1:])]
         self.hold(f"workspace of {gemm.op}", "workspace", moment, moment, max(held))
 

@@ -63,7 +63,7 @@ def _gradients(problem: Problem, index: int, t: PlanTensor, moment: int) -> Iter
     until = problem.backward(t.birth)
     sent = [result_of(use.unit) for use in t.gradient_readers if problem.backward(use.moment) <= moment <= until]
     if sent:
-        yield copies((result_of(t.born),) if moment == until else tuple(dict.fromkeys(sent)))
+        yield copies(tuple(dict.fromkeys([*sent, result_of(t.born)] if moment == until else sent)))
     for use in t.gradient_readers[:-1]:
         if problem.backward(use.moment) == moment:
             yield copies((result_of(use.unit),))

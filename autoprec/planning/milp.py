@@ -16,14 +16,15 @@ multiplied by 10⁴, so that the solver's absolute tolerances (10⁻⁶) are har
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from autoprec.formats import is_scaled, result_format
 from autoprec.graphs import Role
-from autoprec.planning.choice_rows import ChoiceRows
-from autoprec.planning.codes import bytes_of, copy_of, other_operand_of, result_of
+from autoprec.planning.codes import bytes_of, copy_of, other_operand_of, owner, result_of
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
-from autoprec.planning.linear import Linear
+from autoprec.planning.linear import Linear, Rows
 from autoprec.planning.liveness import demands
 from autoprec.planning.solutions import Choice
 from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit
@@ -43,11 +44,12 @@ _Held = tuple[Linear, int]
 _DemandKey = tuple[tuple[tuple[str, int], ...], tuple[int | None, ...], tuple[int | None, ...], int]
 
 
-class Program(ChoiceRows):
+class Program(Rows):
     """The program of a problem."""
 
     def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
+        super().__init__()
+        self.problem = problem
         self._live: dict[_DemandKey, dict[str, Linear]] = {}
         self.workspace: dict[int, list[_Held]] = {}
         self.remade: dict[int, dict[str, Linear]] = {}
@@ -59,15 +61,16 @@ class Program(ChoiceRows):
         self.offset = self._second * problem.constant_seconds + self._byte * sum(
             size for moment, kept_from, size in problem.private if kept_from == moment
         )
-        for unit, of_unit in zip(problem.units, self.y, strict=True):
-            for k, option in enumerate(of_unit):
-                self.cost[option] = self._option_cost(unit, k)
+        self.y = [[self.variable(self._option_cost(u, k), binary=True) for k in range(len(u.options))]
+                  for u in problem.units]  # fmt: skip
+        self.s = {(t, f): self.variable(0.0, binary=True) for t in problem.storable
+                  for f in problem.tensors[t].storages}  # fmt: skip
         self.stored = {t: self._any_storage(t) for t in problem.storable}
         self._worst = _worst_variances(problem)
         self.v = [self.variable(0.0) for _ in self._worst]
-        for of_unit in self.y:
-            self.row({k: 1.0 for k in of_unit}, 1.0)
-            self.row({k: -1.0 for k in of_unit}, -1.0)
+        for unit in self.y:
+            self.row({k: 1.0 for k in unit}, 1.0)
+            self.row({k: -1.0 for k in unit}, -1.0)
         self._ties()
         self._tensors()
         for gemm in problem.gemms:
@@ -90,6 +93,55 @@ class Program(ChoiceRows):
         return self._second * unit.seconds[k] + self._byte * kept
 
     # Building blocks
+
+    def is_in(self, unit: int | None, format_name: str) -> Linear:
+        """1 if the unit has the format: variables, or a constant. `result_of(unit)` has that of its results."""
+        if unit is None:
+            return Linear(float(format_name == "fp32"))
+        total = Linear()
+        for f, k in zip(self.problem.formats_of(unit), self.y[owner(unit)], strict=True):
+            if f == format_name:
+                total.add(k)
+        return total
+
+    def formats(self, unit: int | None) -> tuple[str, ...]:
+        """Formats that a unit may have."""
+        return tuple(dict.fromkeys(self.problem.formats_of(unit)))
+
+    def _plain(self, unit: int | None) -> int | None:
+        """The unit itself where what goes with it has the same format in every option."""
+        if unit is None or self.problem.formats_of(unit) != self.problem.units[owner(unit)].options:
+            return unit
+        return owner(unit)
+
+    def copies(
+        self,
+        costs: dict[str, float],
+        always: Sequence[int | None],
+        unless: Sequence[int | None] = (),
+        spared: Linear | None = None,
+    ) -> dict[str, Linear]:
+        """By format: 1 if a unit of `always` has it, or a unit of `unless` has it and `spared` is 0.
+
+        Rows over all formats together keep the relaxation from halving a unit between two formats to get both free.
+        """
+        always, unless = ([*dict.fromkeys(map(self._plain, units))] for units in (always, unless))
+        found = {}
+        for f, cost in costs.items():
+            cases = [self.is_in(u, f) for u in always]
+            for u in unless:
+                case = self.is_in(u, f)
+                if spared is not None and (case.terms or case.constant):
+                    case.add(spared, -1.0)
+                cases.append(case)
+            found[f] = self.any_of(cases, cost)
+        if spared is not None and len(costs) > 1:
+            for u in unless:
+                short = Linear().add(spared, -1.0)
+                for f in costs:
+                    short.add(self.is_in(u, f)).add(found[f], -1.0)
+                self.at_most(short, 0.0)
+        return found
 
     def _one_of(self, binary: int, unit: int | None, seconds: dict[str, float]) -> dict[str, Linear]:
         """By format: 1 if the binary is 1 and the unit has the format; costs seconds."""
@@ -125,7 +177,7 @@ class Program(ChoiceRows):
         """Casts shared by all targets that read the same format: Σ_f c[f→g] ≥ y[target, g] − y[source, g]. What they
         make is added to `held`."""
         p = self.problem
-        source, targets = self.plain(source), [*map(self.plain, targets)]
+        source, targets = self._plain(source), [*map(self._plain, targets)]
         others = [t for t in dict.fromkeys(targets) if t != source]
         for g in dict.fromkeys(f for t in others for f in self.formats(t)):
             made = []
@@ -348,9 +400,9 @@ class Program(ChoiceRows):
             + [(expression, float(size)) for expression, size in held]
             for u, held in zip(units, self.of_gemm[gemm.number], strict=True)
         )
-        ours = self.ours(gemm) if any(p.one_after_the_other(gemm, "fp32")) else {}
-        early = [(there, float(p.one_after_the_other(gemm, f)[0])) for f, there in ours.items()]
-        late = [(there, -float(p.one_after_the_other(gemm, f)[1])) for f, there in ours.items()]
+        order = {f: p.one_after_the_other(gemm, f) for f in self.formats(gemm.output)}
+        early = [(self.is_in(gemm.output, f), float(there)) for f, (there, _) in order.items()]
+        late = [(self.is_in(gemm.output, f), -float(not_there)) for f, (_, not_there) in order.items()]
         own, read = p.remade_for(gemm)
         again = self.remade.get(gemm.x, {}).items()
         phases = [[*of_input, *early], [*of_weight, *((e, float(own * bytes_of(f))) for f, e in again), *late]]

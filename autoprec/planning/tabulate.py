@@ -234,7 +234,8 @@ class Tabulated:
                 [u for u in group if self.decisions.of(u.unit) < 0 or self.decisions.of(u.unit) in there]
                 for group in (t.readers, t.savers, t.gradient_readers)
             )
-            sums = [u for u in t.gradient_readers[:-1] if self._belongs(u, there, rooms[:k], fixed)]
+            first = [r for r in rooms[:k]]
+            sums = [u for u in t.gradient_readers[:-1] if self._belongs(u, there, first, fixed)]
             self._one_table(t, storage, readers, savers, senders, sums, t.slices if k == 0 else (), len(rooms))
 
     def _belongs(self, use: Use, there: set[int], earlier: list[dict[int, None]], fixed: list[int]) -> bool:
@@ -307,7 +308,7 @@ class Tabulated:
                   for copy, c, start, end in zip(shared, savers, starts, keeps, strict=True)]  # fmt: skip
         gradient = 1 + max(shared, default=0)
         if senders:
-            spans += [Span(gradient, c, m, then - 1) for c, m in zip(senders, sends, strict=True)]
+            spans += [Span(gradient, c, m, then) for c, m in zip(senders, sends, strict=True)]
             spans.append(Span(gradient, born, then, then))
         sizes = {(copy, f): size[f] / tables for copy in range(gradient) for f in range(self._formats)}
         width = np.array(self._sizes, np.float64)
@@ -383,7 +384,6 @@ class Tabulated:
         kept = np.where(again, self._result[born], kept)
         made, beside = self._result[own], self._copy[self._beside[g]]
         there = kept >= 0 if stored else np.zeros(entries.count, np.bool_)
-        ours = (own != 0) | (h != 0) | (g != 0) | there  # or torch's, which go the other way round
         x, out, operands, moment = *figures[:3], figures[3].astype(np.int64)
         n, width = self._formats, np.array(self._sizes, np.float64)
         of_input: list[_Cast] = []
@@ -405,8 +405,8 @@ class Tabulated:
                 size = size + numel[:, None] * width[size_of] * on
             held.append(size)
         there, made_of = (amount[:, None] * width[kept] * again for amount in figures[-4:-2])
-        ours &= has_input and has_weight
-        early, late = figures[-2][:, None] * ours, x[:, None] * width[made] * ours
+        both = (own != 0) if has_input and has_weight else np.zeros(entries.count, np.bool_)
+        early, late = figures[-2][:, None] * both, x[:, None] * width[made] * both
         largest = np.maximum.reduce([held[0] + early, held[1] + there - late, there + made_of - late])
         return self._group(scopes, entries, seconds, held=(Held(largest, moment, moment),))
 

@@ -351,9 +351,9 @@ class Problem:
 
     def one_after_the_other(self, gemm: Gemm, format_name: str) -> tuple[int, int]:
         """Where a GEMM makes the weight's gradient before the input's, bytes of the former, which is there then, and of
-        the latter, which is not there before: under this format of the output. Torch's own products, those with FP32 in
-        every role and nothing stored, go the other way round."""
-        if not (gemm.has_grad_input and gemm.has_grad_weight):
+        the latter, which is not there before: under this format of the output (torch's own products, in FP32, go the
+        other way round)."""
+        if format_name == "fp32" or not (gemm.has_grad_input and gemm.has_grad_weight):
             return 0, 0
         return gemm.weight_bytes, gemm.x_numel * bytes_of(result_format(format_name))
 

@@ -128,7 +128,7 @@ def test_gradients_are_held_in_the_formats_in_which_they_are_sent():
     # Moments: linear 0, narrow 1, softmax 2, gelu 3, loss 4; backward in the opposite order, 5 to 9.
     assert sorted(held.held) == sorted([
         (f"gradient of {a}", 6, 9, 2 * n),  # gelu sends BF16
-        (f"gradient of {a}", 7, 8, 4 * n),  # softmax sends FP32, which is cast before the linear's own backward pass
+        (f"gradient of {a}", 7, 9, 4 * n),  # softmax sends FP32, until it is cast
         (f"sum of the gradient of {a}", 7, 7, 4 * n),
         (f"slice of the gradient of {a}", 8, 8, 2 * n),
     ])  # fmt: skip
