@@ -23,9 +23,11 @@ from gfloat.formats import (
 )
 
 from autoprec.errors import InputError
+from autoprec.execution.measuring import workspace_bytes
 from autoprec.formats import BF16, FORMATS, FP32, TF32, Format, format_named, is_scaled
+from autoprec.numerics.casts import scaled_cast
 from autoprec.numerics.dtypes import dtype_of, has_dtype
-from autoprec.numerics.packing import amax_of, decode, encode
+from autoprec.numerics.packing import amax_of, decode, encode, piece_numel
 from autoprec.numerics.rounding import from_codes, rounded, to_codes
 
 #: The last five are made up: IEEE-like, without an infinity, evenly spaced.
@@ -289,3 +291,18 @@ def test_a_described_format_is_the_one_that_is_made() -> None:
     assert format_named("fp8_e3m4") == Format(name="fp8_e3m4", exponent_bits=3, mantissa_bits=4)
     assert format_named("fp8_e3m4").max_value == 15.5 and format_named("int8").max_value == 127.0
     assert BF16.max_value == torch.finfo(torch.bfloat16).max
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scale_log2", [-9, 12])
+def test_a_scaled_cast_is_multiplied_in_fp32_and_makes_no_copy_of_it(dtype: torch.dtype, scale_log2: int) -> None:
+    x = torch.randn(64, 1 << 15, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    plain = (x.float() * 2.0**scale_log2).to(dtype)
+    with torch.no_grad():
+        assert scaled_cast(x, scale_log2, dtype).equal(plain)
+        assert scaled_cast(x.t(), scale_log2, dtype).equal(plain.t())
+        made = workspace_bytes(lambda: scaled_cast(x, scale_log2, dtype), torch.device("cpu"))
+    assert made < 9 * piece_numel(x)  # two FP32 copies of a piece
+    leaf = x.float().requires_grad_()
+    scaled_cast(leaf, scale_log2, torch.float32).sum().backward()
+    assert leaf.grad is not None and leaf.grad.eq(2.0**scale_log2).all()

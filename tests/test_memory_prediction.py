@@ -9,12 +9,8 @@ from torch import nn
 import autoprec
 from autoprec.devices import Device
 from autoprec.execution.measuring import saved_bytes, workspace_bytes
-from autoprec.graphs import Role
 from autoprec.numerics.dtypes import native_formats
-from autoprec.planning.evaluator import Step, evaluate
-from autoprec.planning.solutions import Choice, Solution
-from tests.bench.measure import calibrate, live_peak, one_thread
-from tests.bench.workloads import WORKLOADS as BENCHED
+from autoprec.planning.evaluator import Step
 from tests.memory_study import WORKLOADS, Peak, peaks
 
 CPU = torch.device("cpu")
@@ -35,37 +31,6 @@ def test_the_peak_is_predicted(workload: str) -> None:
             assert p.measured <= 1.02 * p.budget, p
     # The LSTM between its layers runs in FP32: it is not ours to make narrow. An emulated product holds FP32 copies.
     assert found["60 %"].measured or workload == "recurrent" or EMULATED
-
-
-#: Of a perceptron, in the order of its linears: formats of output, gradient of the input, gradient of the weight.
-MIXED = {
-    "some outputs in BF16": ("bf16 fp32 bf16", "bf16 bf16 fp32", "bf16 fp32 bf16", "fp32 fp32 fp32"),
-    "an FP16 region": ("fp16 fp32 fp32", "fp16 fp16 fp32", "fp16 fp16 fp16", "fp32 fp32 fp32"),
-}
-
-
-@pytest.mark.skipif(
-    EMULATED or "fp16" not in native_formats("cpu"), reason="products of both are computed in FP32 here"
-)
-def test_the_peak_of_mixed_roles_is_predicted() -> None:
-    """Formats that no budget asked for: what is cast where, and what is made first, as it really is."""
-    with one_thread():
-        found = calibrate(BENCHED["mlp"])
-        proposals = found.proposals("balanced", noise={"gradient": 1e6, "loss": 1e6})
-        problem = proposals.problem
-        for name, linears in MIXED.items():
-            formats = {f"{2 * i}:linear#0": f.split() for i, f in enumerate(linears)}
-            roles = (Role.OUTPUT, Role.GRAD_INPUT, Role.GRAD_WEIGHT)
-            wanted = [formats[u.op][roles.index(u.role)] if u.op in formats else "bf16" for u in problem.units]
-            if name == "an FP16 region":
-                wanted = ["fp16" if u.op not in formats else w for u, w in zip(problem.units, wanted, strict=True)]
-            # The first linear's input needs no gradient: that role has one option.
-            options = (u.options.index(w) if w in u.options else 0 for u, w in zip(problem.units, wanted, strict=True))
-            choice = Choice(options=tuple(options))
-            evaluation = evaluate(problem, choice)
-            plan = proposals.decisions(Solution(choice=choice, evaluation=evaluation, bound=0.0))
-            ratio = (evaluation.peak_bytes - problem.fixed_bytes) / live_peak(found, plan)
-            assert abs(ratio - 1.0) <= SLACK, (name, ratio)
 
 
 def off(found: list[Peak]) -> bool:

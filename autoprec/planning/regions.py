@@ -55,19 +55,17 @@ def _flowing(op: Op, graph: OpGraph) -> list[str]:
     ]
 
 
-def _summed(op: Op, graph: OpGraph, weights_too: bool) -> list[str]:
-    """Parameters that an op without roles of gradients reads in its own format, or whose gradient is a role in it."""
-    if op.op_class not in (OpClass.POINTWISE, OpClass.RECURRENT) and not weights_too:
-        return []
-    return [t for t in op.inputs if graph.tensor_by_id[t].kind is TensorKind.PARAMETER]
+def _summed(op: Op, graph: OpGraph, format_of: dict[tuple[str, Role], str]) -> list[str]:
+    """Parameters whose gradient an FP16 op sums up in FP16: all that an op without a role for it reads, else the weight
+    if that role is FP16 (a bias's gradient is summed up in FP32)."""
+    if op.op_class in (OpClass.POINTWISE, OpClass.RECURRENT):
+        return [t for t in op.inputs if graph.tensor_by_id[t].kind is TensorKind.PARAMETER]
+    in_fp16 = format_of.get((op.id, Role.GRAD_WEIGHT)) == "fp16"
+    return [f"param:{weight}" for weight in op.weights[:1] if in_fp16]
 
 
 def _region(ops: list[Op], graph: OpGraph, prices: Prices, format_of: dict[tuple[str, Role], str]) -> Region:
-    concerned = [
-        t
-        for op in ops
-        for t in (*_flowing(op, graph), *_summed(op, graph, format_of.get((op.id, Role.GRAD_WEIGHT)) == "fp16"))
-    ]
+    concerned = [t for op in ops for t in (*_flowing(op, graph), *_summed(op, graph, format_of))]
     found = [(h.amax, t) for t in concerned if (h := prices.gradients(t)) is not None]
     amax, where = max(found, default=(0.0, ""))
     scale = fp16_gradient_scale_log2(amax)

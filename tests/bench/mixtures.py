@@ -1,16 +1,19 @@
-"""How well are peaks predicted of plans that nobody would make? `python -m tests.bench.mixtures [NAME ...] [--count N]`
+"""How well are peaks predicted of plans that nobody would make? `python -m tests.bench.mixtures [NAME ...] [--count N]
+[--formats F ...]`
 
-Random formats for all ops and roles, and random storages: predicted and measured peak of a step. Prints the quantiles
-of predicted / measured for each workload.
+Random formats for all ops and roles (FP32 and BF16, unless others are named), and random storages: predicted and
+measured peak of a step. Prints the quantiles of predicted / measured for each workload.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Sequence
 
 import numpy as np
 
+from autoprec.formats import COMPUTE_FORMATS
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.polish import flips, tied_groups
 from autoprec.planning.solutions import Choice, Solution
@@ -34,9 +37,13 @@ def mixture(problem: Problem, chance: random.Random) -> Choice:
     return choice
 
 
-def ratios(found: Calibrated, count: int) -> list[float]:
+#: What is mixed where nobody says.
+FORMATS = ("fp32", "bf16")
+
+
+def ratios(found: Calibrated, count: int, formats: Sequence[str] = FORMATS) -> list[float]:
     """Predicted over measured peak, beyond parameters, gradients, optimizer state and inputs."""
-    proposals = found.proposals("balanced", formats=("fp32", "bf16"), noise={"gradient": 1e6, "loss": 1e6})
+    proposals = found.proposals("balanced", formats=tuple(formats), noise={"gradient": 1e6, "loss": 1e6})
     problem, chance = proposals.problem, random.Random(0)
     found_ratios = []
     for _ in range(count):
@@ -50,11 +57,12 @@ def ratios(found: Calibrated, count: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.mixtures")
     parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--formats", nargs="+", choices=COMPUTE_FORMATS, default=FORMATS)
     workloads, given = chosen(parser)
     print("workload     plans  predicted / measured peak: lowest  quartile  median  quartile  highest", flush=True)
     with one_thread():
         for workload in workloads:
-            spread = np.quantile(ratios(calibrate(workload), given.count), (0.0, 0.25, 0.5, 0.75, 1.0))
+            spread = np.quantile(ratios(calibrate(workload), given.count, given.formats), (0.0, 0.25, 0.5, 0.75, 1.0))
             print(f"{workload.name:12} {given.count:5} {'':26} " + "  ".join(f"{q:.3f}" for q in spread), flush=True)
 
 
