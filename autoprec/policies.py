@@ -298,8 +298,10 @@ class Policy(_Part):
         json_schema_extra=some_of(COMPUTE_FORMATS, among_them="fp32"),
         description="The candidates to compute in; fp32 must be among them.",
     )
-    objective: Literal["time", "bytes"] = Field(
-        default="time", description="What is minimised: seconds of a step, or bytes kept for backward."
+    objective: Literal["time", "bytes", "peak"] = Field(
+        default="time",
+        description="What is minimised: seconds of a step, bytes kept for backward, or the peak, without a budget:"
+        " the fastest at the lowest.",
     )
     budget: Annotated[str | int | None, BeforeValidator(_valid_budget)] = Field(
         default=None,

@@ -135,8 +135,8 @@ class Scheduler:
         state = measured_optimizer_bytes or optimizer_bytes(self.policy.optimizer, graph.gradient_bytes)
         graph = self._observed.graph = replace(graph, optimizer_bytes=state)
         self.policy.check_against(graph)
-        proposals = propose(self._question(None), low_peak=True)
-        if tournament.empty or (proposals.problem.budget_bytes is None and len(proposals.all) == 1):
+        proposals = propose(self._question(None))
+        if tournament.empty or (proposals.question.budget_bytes is None and len(proposals.all) == 1):
             return by_prediction(proposals)
         return _contest(proposals, tournament)
 
@@ -163,7 +163,7 @@ class Scheduler:
                 raise InfeasibleError("the plan came from a file, without the profile that it was made from")
             question = self._question(before.budget_bytes, before.living)
             fastest = None if before.adopted is None else before.adopted.name
-            plan = by_prediction(propose(question, advise=False, low_peak=True), prefer=fastest)
+            plan = by_prediction(propose(question, advise=False), prefer=fastest)
         except InfeasibleError as error:
             return _without(before, self.banned), f"the promoted ops run in fp32 outside the budgets: {error}"
         return plan, ""
@@ -178,7 +178,7 @@ _BUDGET_SLACK = 1.02
 
 def _contest(proposals: Proposals, tournament: Tournament) -> Plan:
     """Run the proposals. Where the solver's plan proves to break the budget, it is made again for as much less."""
-    budget = proposals.problem.budget_bytes
+    budget = proposals.question.budget_bytes
     measured = _measured(proposals, tournament.run(runners(proposals)))
     for _ in range(_TIGHTENINGS):
         excess = _excess_bytes(proposals, measured, budget)

@@ -222,7 +222,8 @@ def test_explain_has_a_row_for_each_op_and_the_totals(plan: Path, run: Run) -> N
     made = read_plan(plan)
     for op in {a.op for a in made.assignments}:
         assert op in out
-    for word in ("output", "grad_input", "grad_weight", "kept as", "fp8_e4m3", "next best", "budget", "binding", "gap"):
+    words = "output", "grad_input", "grad_weight", "kept as", "fp8_e4m3", "exceed its limit", "budget", "binding", "gap"
+    for word in words:
         assert word in out
 
 
@@ -260,7 +261,7 @@ def test_explain_json_holds_every_decision(plan: Path, run: Run) -> None:
 
 def test_explain_one_op_or_a_glob(plan: Path, run: Run) -> None:
     code, out, _ = run("explain", plan, "up:linear#0")
-    assert code == 0 and "up:linear#0" in out and "grad_weight" in out and "down" not in out
+    assert code == 0 and "up:linear#0" in out and out.count("grad_weight") == 1
     for pattern, ops in (("up", ["up:linear#0"]), ("*:linear#0", ["up:linear#0", "down:linear#0"])):
         code, out, _ = run("explain", plan, pattern, "--json")
         assert code == 0 and [op["op"] for op in json.loads(out)["ops"]] == ops

@@ -158,7 +158,7 @@ def test_shipped_policies() -> None:
     assert all(p.name == name and p.description for name, p in policies.items())
     assert len({p.fingerprint for p in policies.values()}) == len(SHIPPED)
     assert policies["observe"].formats == ("fp32",) and policies["observe"].storage.formats == ()
-    assert policies["memory"].objective == "bytes"
+    assert policies["memory"].objective == "peak"
     assert all(rule.why for p in policies.values() for rule in p.rules)
     for policy in policies.values():
         policy.check_against(GRAPH)

@@ -272,6 +272,24 @@ def test_bytes_first_keeps_the_solvers_plan(proposals) -> None:
     assert winner(adopt(few, measured(fp32=1.0, bf16=0.6, fp16=0.9, solver=5.0), None)) == SOLVER
 
 
+def test_the_lowest_peak_first_takes_the_fastest_of_the_lowest(proposals) -> None:
+    """Whatever the solver predicted; no budget is said to have been asked for. With one, it is as with any other."""
+    fixed = proposals.problem.fixed_bytes
+    asked = dataclasses.replace(proposals.question, policy=proposals.question.policy.replaced(objective="peak"))
+    low = dataclasses.replace(proposals, question=asked)
+    heights = {"fp32": 2000, "bf16": 1019, "fp16": 1021, "solver": 1000}
+    times = measured(fp32=0.5, bf16=0.9, fp16=0.6, solver=1.0)
+    times = {n: dataclasses.replace(m, peak_bytes=fixed + heights[n]) for n, m in times.items()}
+    plan = adopt(low, times, None)
+    assert winner(plan) == "bf16" and plan.budget_bytes is None
+    verdicts = {c.name: c.verdict for c in plan.contestants}
+    assert verdicts["fp16"] == "its measured peak exceeds the lowest by 1 B" and verdicts["solver"] == "11.1% slower"
+    assert winner(adopt(low, times | {"bf16": Measurement(failure="no kernel")}, None)) == SOLVER
+    policy = asked.policy.replaced(budget=fixed + 1500)
+    bounded = dataclasses.replace(low, question=dataclasses.replace(asked.under(fixed + 1500), policy=policy))
+    assert winner(adopt(bounded, times, fixed + 1500)) == "fp16"
+
+
 def test_a_plan_file_keeps_the_contestants(proposals, tmp_path) -> None:
     plan = adopt(proposals, measured(fp32=1.0, bf16=0.6, fp16=0.9, solver=0.5), None)
     write_plan(tmp_path / "plan.yaml", plan)

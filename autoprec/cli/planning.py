@@ -50,7 +50,7 @@ def write_offline_plan(
     made, solution = by_prediction(proposals), proposals.best.solution
     if case_out is not None:
         found = solution.evaluation.objective
-        write_case(case_out, Case(problem=question.problem, objective=found, gap=solution.gap))
+        write_case(case_out, Case(problem=proposals.problem, objective=found, gap=solution.gap))
     written = "nothing was written: this was a dry run"
     if out is not None:
         write_plan(out, made)

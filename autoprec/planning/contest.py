@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autoprec.planning.proposals import SOLVER, Proposal, Proposals, totals_of
+from autoprec.planning.proposals import LOW_FRAC, SOLVER, Proposal, Proposals, totals_of
 from autoprec.planning.reasons import bytes_text, seconds_text
 from autoprec.plans import Contestant, Measurement, Plan
 
@@ -24,12 +24,16 @@ def runners(proposals: Proposals) -> dict[str, Plan]:
 
 def adopt(proposals: Proposals, measured: Mapping[str, Measurement], budget_bytes: int | None) -> Plan:
     """The fastest that keeps the budget; of equally fast ones FP32, then the one with the lowest measured peak. With
-    the objective "bytes", the solver's plan, and another one only where that cannot run or breaks the budget.
+    the objective "peak" and no budget, the fastest whose measured peak is the lowest, as nearly as peaks are predicted.
+    With the objective "bytes", the solver's plan, and another one only where that cannot run or breaks the budget.
 
     The plan carries every contestant. Where none is fit, the solver's plan stands by its predictions, and its verdict
     says what it breaks. `budget_bytes` is the one that counts; the proposals may have been made for a smaller one.
     """
-    unfit = {p.name: p.broken or _unfit(measured.get(p.name), budget_bytes) for p in proposals.all}
+    limit, what = budget_bytes, "the budget"
+    if proposals.question.at_lowest_peak:
+        what, limit = "the lowest", _low_peak(proposals, [m for m in measured.values() if not m.failure])
+    unfit = {p.name: p.broken or _unfit(measured.get(p.name), limit, what) for p in proposals.all}
     fit = [p for p in sorted(proposals.all, key=_simplest) if not unfit[p.name]]
     winner = _winner(proposals, fit, measured)
     own = measured.get(winner.name)
@@ -65,14 +69,20 @@ def _simplest(p: Proposal) -> tuple[bool, bool]:
     return p.name == SOLVER, p.name != "fp32"
 
 
-def _unfit(found: Measurement | None, budget: int | None) -> str:
+def _unfit(found: Measurement | None, limit: int | None, what: str) -> str:
     if found is None:
         return "did not run"
     if found.failure:
         return found.failure
-    if budget is not None and found.peak_bytes > budget:
-        return f"its measured peak exceeds the budget by {bytes_text(found.peak_bytes - budget)}"
+    if limit is not None and found.peak_bytes > limit:
+        return f"its measured peak exceeds {what} by {bytes_text(found.peak_bytes - limit)}"
     return ""
+
+
+def _low_peak(proposals: Proposals, measured: Sequence[Measurement]) -> int | None:
+    """What a measured peak may be to count as the lowest; None if none was measured."""
+    low = min((m.peak_bytes for m in measured), default=None)
+    return None if low is None else low + int(LOW_FRAC * max(0, low - proposals.problem.fixed_bytes))
 
 
 def _winner(proposals: Proposals, fit: list[Proposal], measured: Mapping[str, Measurement]) -> Proposal:

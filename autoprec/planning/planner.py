@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -13,8 +14,8 @@ from autoprec.graphs import OpGraph
 from autoprec.planning.evaluator import evaluate, holders
 from autoprec.planning.highs import smallest_peak
 from autoprec.planning.polish import polish
-from autoprec.planning.problem import Problem, build_problem, fixed_bytes
-from autoprec.planning.proposals import Proposals, Question, rivals, totals_of
+from autoprec.planning.problem import build_problem, fixed_bytes
+from autoprec.planning.proposals import LOW_FRAC, Proposals, Question, rivals, totals_of
 from autoprec.planning.reasons import bytes_text, violation_text
 from autoprec.planning.relaxing import what_to_change
 from autoprec.planning.solutions import Choice, Solution
@@ -74,56 +75,53 @@ def ask(
     problem = build_problem(graph, profile, device, policy, budget_bytes=budget_bytes, banned=banned, living=living)
     # Frozen weights whose format is decided count among what is kept, of both.
     fp32 = replace(fp32, saved_bytes=fp32.saved_bytes + fixed_bytes(graph) - problem.fixed_bytes)
-    return Question(graph=graph, profile=profile, device=device, policy=policy, problem=problem, fp32=fp32)
+    return Question(
+        graph=graph,
+        profile=profile,
+        device=device,
+        policy=policy,
+        problem=problem,
+        fp32=fp32,
+        budget_bytes=budget_bytes,
+    )
 
 
-def propose(
-    question: Question, *, relative_gap: float | None = None, advise: bool = True, low_peak: bool = False
-) -> Proposals:
+def propose(question: Question, *, relative_gap: float | None = None, advise: bool = True) -> Proposals:
     """The best choice that keeps the noise limits and the budget, and its rivals.
 
     `relative_gap` is how far from the proven optimum the solver may stop: by default 0 for small models and a
     thousandth for large ones (timings are not measured more finely); the plan carries the gap that was reached.
     `InfeasibleError` with the smallest feasible budget if there is no such choice, and, unless `advise` is False, with
-    what every limit of the policy costs, which takes longer. With `low_peak`, where bytes are minimised without a
-    budget, the best choice is that of those whose peak is within some percent of the smallest.
+    what every limit of the policy costs, which takes longer.
     """
-    problem = question.problem
-    gap = gap_for(problem) if relative_gap is None else relative_gap
+    gap = gap_for(question.problem) if relative_gap is None else relative_gap
+    limited = _at_lowest_peak(question, gap) if question.at_lowest_peak else question
+    problem = limited.problem
     solution = solve(problem, relative_gap=gap)
     if solution is None:
         raise InfeasibleError(_why_infeasible(question, gap, advise))
     if solution.gap > 0.0 and decisions_count(problem) <= LARGE:
         solution = polish(problem, solution)
-    free = problem.objective == "bytes" and problem.budget_bytes is None
-    if low_peak and free and decisions_count(problem) <= LARGE:
-        solution = _at_a_low_peak(problem, solution, gap)
-    return Proposals(question=question, all=rivals(problem, solution, question.policy.formats))
+    return Proposals(question=limited, all=rivals(question.problem, solution, question.policy.formats))
 
 
-#: Of the bytes that precision can change: what predictions of peaks differ by anyway (docs/measurements/memory.md).
-_LOW_FRAC = 0.02
-
-
-def _at_a_low_peak(problem: Problem, solution: Solution, gap: float) -> Solution:
-    """Who asks for few bytes means the peak, too. Of plans that keep equally few some peak half as high again (what is
-    there for a moment is not kept), so this is the best of those within some percent of the smallest peak."""
-    try:
-        least = smallest_peak(problem, relative_gap=max(gap, _LOW_FRAC / 2))
-    except SolverError:  # no proof of the smallest: what was asked for is there
-        return solution
+def _at_lowest_peak(question: Question, gap: float) -> Question:
+    """The question under the lowest peak there is and what predictions differ by. Where the lowest is not to be found,
+    that of the choice that keeps the fewest bytes stands for it."""
+    problem, least = question.problem, None
+    if decisions_count(problem) <= LARGE:
+        with suppress(SolverError):
+            least = smallest_peak(replace(problem, budget_bytes=None), relative_gap=max(gap, LOW_FRAC / 2))
     if least is None:
-        return solution
+        least = solve(replace(problem, objective="bytes"), relative_gap=gap)
+    if least is None:  # whoever asks finds out why
+        return question
+    low = least.evaluation.peak_bytes
     always = problem.fixed_bytes + problem.frozen_bytes(least.choice.options)
-    room = int(_LOW_FRAC * (least.evaluation.peak_bytes - always))
-    limited = replace(problem, budget_bytes=least.evaluation.peak_bytes + room)
-    if solution.evaluation.peak_bytes <= least.evaluation.peak_bytes + room:
-        return solution
-    lower = solve(limited, relative_gap=gap)
-    if lower is None:
-        return solution
-    # Its bound is that of the plans with a low peak.
-    return replace(lower, evaluation=evaluate(problem, lower.choice))
+    limit = low + int(LOW_FRAC * (low - always))
+    if problem.budget_bytes is not None:
+        limit = min(limit, problem.budget_bytes)
+    return replace(question, problem=replace(problem, budget_bytes=limit))
 
 
 def uniform_plan(question: Question, format_name: str) -> Plan:
@@ -156,7 +154,7 @@ def by_prediction(proposals: Proposals, *, prefer: str | None = None, explained:
     made = proposals.plan if explained else proposals.decisions
     if prefer is not None:
         return made(kept.get(prefer, best))
-    if proposals.question.policy.objective == "bytes" or plain is None or plain is best:
+    if proposals.stands or plain is None or plain is best:
         return made(best)
     gain = 1.0 - best.evaluation.seconds / plain.evaluation.seconds
     if gain > _TIME_ERROR_FRAC:

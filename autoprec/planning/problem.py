@@ -188,7 +188,7 @@ class _Builder:
             workspace=tuple(self._fixed_workspace()),
             loss_limit=loss_limit,
             budget_bytes=budget_bytes,
-            objective=policy.objective,
+            objective="bytes" if policy.objective == "bytes" else "time",
             seconds_scale=(constant + sum(u.seconds[0] for u in self.units)) or 1.0,
             bytes_scale=float(saved or 1),
             loss_scale=loss_limit or loss_total or 1.0,

@@ -21,7 +21,11 @@ from autoprec.plans import AS_IS, RECOMPUTED, Assignment, Contestant, Dropped, P
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
 
-__all__ = ["SOLVER", "Proposal", "Proposals", "Question", "rivals", "totals_of"]
+__all__ = ["LOW_FRAC", "SOLVER", "Proposal", "Proposals", "Question", "rivals", "totals_of"]
+
+#: Peaks within this share of the lowest, of the bytes that precision can change, are as low: predictions of peaks err
+#: by as much anyway (docs/measurements/memory.md).
+LOW_FRAC = 0.02
 
 #: The name of the solver's own choice where it mixes formats; the others are named after theirs.
 SOLVER = "solver"
@@ -64,7 +68,13 @@ def rivals(problem: Problem, solution: Solution, formats: tuple[str, ...]) -> tu
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Question:
-    """A problem, and what it was made from. `fp32` are the totals of the model as it was written."""
+    """A problem, and what it was made from.
+
+    Attributes:
+        problem: under the budget that was asked for, or under the lowest peak that was found.
+        fp32: totals of the model as it was written.
+        budget_bytes: what was asked for, or what the device has.
+    """
 
     graph: OpGraph
     profile: Profile
@@ -72,10 +82,16 @@ class Question:
     policy: Policy
     problem: Problem
     fp32: Totals
+    budget_bytes: int | None
+
+    @property
+    def at_lowest_peak(self) -> bool:
+        """Whether the lowest peak there is takes the place of a budget; that of a device's memory is nobody's wish."""
+        return self.policy.objective == "peak" and self.policy.budget is None
 
     def under(self, budget_bytes: int | None) -> Question:
         """The same question under another budget."""
-        return replace(self, problem=replace(self.problem, budget_bytes=budget_bytes))
+        return replace(self, problem=replace(self.problem, budget_bytes=budget_bytes), budget_bytes=budget_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,6 +110,11 @@ class Proposals:
     def best(self) -> Proposal:
         """The solver's."""
         return self.all[0]
+
+    @property
+    def stands(self) -> bool:
+        """Whether the solver's is adopted by its prediction, however fast the others are predicted to be."""
+        return self.question.policy.objective == "bytes" or self.question.at_lowest_peak
 
     def decisions(self, solution: Solution) -> Plan:
         """A solution of the problem as a plan that can run, without reasons, which take longer."""
@@ -155,7 +176,7 @@ class Proposals:
             scales=policy.scales,
             predicted=totals_of(solution.evaluation),
             predicted_fp32=self.question.fp32,
-            budget_bytes=problem.budget_bytes,
+            budget_bytes=self.question.budget_bytes,
             gap=solution.gap,
             binding=why or (reasons.binding if reasons else ""),
             policy=policy.name,

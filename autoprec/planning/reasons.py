@@ -40,7 +40,7 @@ def bytes_text(size: float, sign: bool = False) -> str:
 def violation_text(v: Violation) -> str:
     """A broken constraint for people."""
     if v.kind == "peak":
-        return f"the peak would exceed the budget by {bytes_text(v.value - v.limit)} ({v.what})"
+        return f"the peak would exceed its limit by {bytes_text(v.value - v.limit)} ({v.what})"
     if v.kind == "loss":
         return f"the loss noise would be {math.sqrt(v.value / v.limit):.3g} times its limit"
     if v.kind == "gradient":
@@ -170,7 +170,7 @@ class Reasons:
         problem, found = self._problem, self._solution.evaluation
         if kind == "peak" and problem.budget_bytes is not None:
             where = problem.moment_name(found.peak_moment)
-            return f"budget: {bytes_text(found.peak_bytes)} of {bytes_text(problem.budget_bytes)} at {where}"
+            return f"peak: {bytes_text(found.peak_bytes)} of {bytes_text(problem.budget_bytes)} at {where}"
         if kind == "loss" and problem.loss_limit is not None:
             return f"loss noise: {found.loss_sigma:.3g} of {math.sqrt(problem.loss_limit):.3g}"
         if kind == "gradient":

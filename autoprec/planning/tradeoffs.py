@@ -39,7 +39,7 @@ class Tradeoffs:
         why: what `chosen` is.
         smallest_peak_bytes: of all plans that keep the noise limits.
         fp32: totals of the model as it was written.
-        objective: what the policy minimises.
+        objective: what is minimised under each budget.
         budgets: how many were planned for.
     """
 
@@ -67,7 +67,8 @@ def tradeoffs(
     `done(k, n)` is called after each of n plans. `InfeasibleError` where no plan keeps the noise limits, or none the
     policy's own budget.
     """
-    question = ask(graph, profile, device, policy.replaced(budget=None))
+    objective: Literal["time", "bytes"] = "bytes" if policy.objective == "bytes" else "time"
+    question = ask(graph, profile, device, policy.replaced(budget=None, objective=objective))
 
     def point(limit: int | None) -> Point:
         """Without reasons: only its totals are looked at."""
@@ -86,11 +87,11 @@ def tradeoffs(
     for k, limit in enumerate(budgets):
         done(k, len(budgets))
         found.append(point(limit))
-    kept = undominated([*found, best], policy.objective, always=named)
+    kept = undominated([*found, best], objective, always=named)
     why: Literal["budget", "knee", ""] = "budget"
     chosen = next((i for i, p in enumerate(kept) if named is not None and p.budget_bytes == named), None)
     if chosen is None:
-        chosen = knee([_place(p, policy.objective) for p in kept])
+        chosen = knee([_place(p, objective) for p in kept])
         why = "knee" if chosen is not None else ""
     return Tradeoffs(
         points=kept,
@@ -98,7 +99,7 @@ def tradeoffs(
         why=why,
         smallest_peak_bytes=low,
         fp32=question.fp32,
-        objective=policy.objective,
+        objective=objective,
         budgets=len(found) + 1,
     )
 

@@ -50,7 +50,7 @@ class Trainer:
         torch.manual_seed(seed)
         model, generator = self.task.build(), Generator().manual_seed(seed)
         if noise is not None:
-            policy = load_policy("memory").replaced(noise=noise)
+            policy = load_policy("memory").replaced(objective="bytes", noise=noise)
             unseen = Generator().manual_seed(1000 + seed)  # up front, so that the loss is visible
             batches = [self.task.batch(unseen) for _ in range(policy.calibration.steps)]
             autoprec.compile(

@@ -136,7 +136,12 @@ def least_noise(found: Calibrated, target: int) -> Solution:
 def by_bytes(found: Calibrated, limit: float) -> Proposals:
     """The fewest bytes within a limit of the loss noise, as a share of the batches' spread."""
     return found.proposals(
-        "memory", formats=("fp32", "bf16"), storage={"formats": ()}, rules=(), noise=LOOSE | {"loss": limit}
+        "memory",
+        objective="bytes",
+        formats=("fp32", "bf16"),
+        storage={"formats": ()},
+        rules=(),
+        noise=LOOSE | {"loss": limit},
     )
 
 

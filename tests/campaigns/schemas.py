@@ -59,7 +59,7 @@ POLICY = mapping(
     {"name": SOME_TEXT, "formats": items(one_of(COMPUTE))},
     version={"type": "integer", "enum": [1]},
     description=TEXT,
-    objective=one_of(["time", "bytes"]),
+    objective=one_of(["time", "bytes", "peak"]),
     budget={"type": ["string", "integer", "null"]},
     optimizer=one_of(["auto", "none", "sgd", "sgd_momentum", "rmsprop", "adam", "adamw"]),
     noise=mapping(

@@ -53,9 +53,9 @@ def test_a_budget_is_kept_by_packing_and_the_peak_is_what_was_asked():
     assert plan.predicted.peak_bytes <= limit and plan.budget_bytes == limit
     assert "fp8_e4m3" in {s.format for s in plan.storages}
     assert plan.predicted.seconds >= free.predicted.seconds
-    assert plan.binding.startswith("budget: ")
+    assert plan.binding.startswith("peak: ")
     packed = next(s for s in plan.storages if s.format == "fp8_e4m3")
-    assert packed.reason.startswith("as it is: the peak would exceed the budget by ")
+    assert packed.reason.startswith("as it is: the peak would exceed its limit by ")
 
 
 def test_packed_relu_keeps_one_bit_per_element():
