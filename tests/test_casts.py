@@ -25,6 +25,7 @@ from gfloat.formats import (
 from autoprec.errors import InputError
 from autoprec.execution.measuring import workspace_bytes
 from autoprec.formats import BF16, FORMATS, FP32, TF32, Format, format_named, is_scaled
+from autoprec.numerics import packing
 from autoprec.numerics.casts import scaled_cast
 from autoprec.numerics.dtypes import dtype_of, has_dtype
 from autoprec.numerics.packing import amax_of, decode, encode, piece_numel
@@ -306,3 +307,20 @@ def test_a_scaled_cast_is_multiplied_in_fp32_and_makes_no_copy_of_it(dtype: torc
     leaf = x.float().requires_grad_()
     scaled_cast(leaf, scale_log2, torch.float32).sum().backward()
     assert leaf.grad is not None and leaf.grad.eq(2.0**scale_log2).all()
+
+
+def test_one_scale_is_the_same_looked_at_or_not() -> None:
+    """`encode` finds it by Python's numbers on a CPU, by torch's where each row has one, and on a GPU."""
+    amaxes = [
+        0.0,
+        math.inf,
+        math.nan,
+        2.0**-149,
+        2.0**-126,
+        3.4e38,
+        *np.exp(np.random.default_rng(0).normal(0, 20, 999)),
+    ]
+    for most in (448.0, 57344.0, 7.0, 15.5):
+        for amax in torch.tensor(amaxes, dtype=torch.float32):
+            one, all_ = packing._scale_of(amax, most), packing._scales_of(amax, most)
+            assert one[0] == float(all_[0]) and torch.equal(one[1].nan_to_num(-1.0), all_[1].nan_to_num(-1.0))

@@ -74,6 +74,17 @@ def _scales_of(amax: Tensor, max_value: float) -> tuple[Tensor, Tensor]:
     return scale, torch.where(amax.isfinite(), 1.0 / scale, torch.full_like(amax, float("nan")))
 
 
+def _scale_of(amax: Tensor, max_value: float) -> tuple[float, Tensor]:
+    """The same of one number that can be looked at: what `_scales_of` takes a dozen calls of torch for."""
+    value = float(amax)
+    if not math.isfinite(value):
+        return 1.0, torch.tensor(math.nan)
+    mantissa, exponent = math.frexp(value)
+    most, most_log2 = math.frexp(max_value)
+    a = min(max(most_log2 - exponent - (mantissa > most), -126), 126) if value else 0
+    return 2.0**a, torch.tensor(2.0**-a)
+
+
 def encode(x: Tensor, format_name: str, *, rowwise: bool = False) -> Packed:
     """`x` (float32, bfloat16 or float16) in a narrow format; in its own, `x` itself.
 
@@ -86,8 +97,7 @@ def encode(x: Tensor, format_name: str, *, rowwise: bool = False) -> Packed:
         if not fmt.scaled:
             return Packed(x.to(dtype_of(fmt.name)), None, fmt.name)
         amax = amax_of(x, rowwise=rowwise)
-        in_graph = is_traced(x) and x.device.type == "cpu"
-        scale, inverse = (_traced_scales if in_graph else _scales_of)(amax, fmt.max_value)
+        scale, inverse = _scaling(x, amax, fmt.max_value)
         if is_traced(x):
             return Packed(_narrow(x, scale, fmt), inverse, fmt.name)
         held = dtype_of(fmt.name) if has_dtype(fmt.name) else torch.uint8
@@ -97,7 +107,17 @@ def encode(x: Tensor, format_name: str, *, rowwise: bool = False) -> Packed:
         return Packed(payload.view(torch.uint8), inverse, fmt.name)
 
 
-def _inside(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
+def _scaling(x: Tensor, amax: Tensor, max_value: float) -> tuple[Tensor | float, Tensor]:
+    """The scale and its inverse, by whatever is fastest where `x` is."""
+    if x.device.type != "cpu":
+        return _scales_of(amax, max_value)
+    if is_traced(x):
+        scale, inverse = _traced_scales(amax, max_value)
+        return scale, inverse
+    return _scales_of(amax, max_value) if amax.dim() else _scale_of(amax, max_value)
+
+
+def _inside(x: Tensor, scale: Tensor | float, fmt: Format) -> Tensor:
     """What is rounded to a torch dtype, or the codes of a format that is none. The scale is such that nothing leaves
     the format but what is not finite. A function of its own: nothing of one piece is there beside the next."""
     # FP32 for FP16: a scale, a tensor on the device, would be rounded to FP16, where 2^16 is inf. And for compilers:
@@ -106,7 +126,7 @@ def _inside(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
     return inside if has_dtype(fmt.name) else to_codes(rounded(inside.float().nan_to_num_(), fmt), fmt)
 
 
-def _narrow(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
+def _narrow(x: Tensor, scale: Tensor | float, fmt: Format) -> Tensor:
     """The whole tensor's payload, for a compiler, which makes pieces itself. In torch's dtype, because compilers take
     what is only looked at in another way for nothing, and the marks on it with it."""
     inside = _inside(x, scale, fmt)
