@@ -198,7 +198,8 @@ def _places_read(o: ConvOptions, x: Tensor | Packed, weight: Tensor) -> tuple[Te
 def _conv_weight_gradient(
     spec: GemmSpec, options: ConvOptions, grad: Tensor, read: Tensor | Packed, weight: Tensor
 ) -> Tensor:
-    x, w = (spec.operand(t, other_operand(spec.grad_weight)) for t in (read, weight))
+    x = spec.operand(read, other_operand(spec.grad_weight))
+    w = torch.empty_like(weight, dtype=x.dtype)  # its shape is all that its own gradient takes of it
     g = spec.operand(spec.gradient(grad, spec.grad_weight), spec.grad_weight)
     with spec.computing(spec.grad_weight):
         return _conv_backward(options, g, x, w, 1)

@@ -38,25 +38,33 @@ def _bits(x: Tensor) -> Tensor:
     return torch.cat([pack_bits(_is_not_zero(part)) for part in x.reshape(-1).split(piece_numel(x))])
 
 
-class _Masked(torch.autograd.Function):
+def _masked(x: Tensor, bits: Tensor) -> Tensor:
     """x where a bit is set, 0 elsewhere, whatever x is there."""
+    if torch.is_grad_enabled():
+        result = _Masked.apply(x, bits)
+        assert isinstance(result, Tensor)
+        return result
+    if is_traced(x):
+        return torch.where(unpack_bits(bits, x.shape), x, 0.0)
+    numel = piece_numel(x)
+    flat = x.contiguous().view(_INTEGER[x.element_size()]).view(-1)
+    made = torch.empty_like(flat)
+    for part, packed, target in zip(flat.split(numel), bits.split(numel // 8), made.split(numel), strict=True):
+        torch.mul(part, unpack_bits(packed, part.shape), out=target)  # an integer times 0 or 1
+    return made.view(x.dtype).view(x.shape)
+
+
+class _Masked(torch.autograd.Function):
+    """`_masked` with a derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bits: Tensor) -> Tensor:
         ctx.save_for_backward(bits)
-        if is_traced(x):
-            return torch.where(unpack_bits(bits, x.shape), x, 0.0)
-        integer, numel = _INTEGER[x.element_size()], piece_numel(x)
-        flat = x.contiguous().view(integer).view(-1)
-        masked = torch.empty_like(flat)
-        for part, packed, made in zip(flat.split(numel), bits.split(numel // 8), masked.split(numel), strict=True):
-            mask = unpack_bits(packed, part.shape).to(integer).neg_()
-            torch.bitwise_and(mask, part, out=made)
-        return masked.view(x.dtype).view(x.shape)
+        return _masked(x, bits)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
-        return _Masked.apply(grad, *ctx.saved_tensors), None
+        return _masked(grad, *ctx.saved_tensors), None
 
 
 class _Relu(torch.autograd.Function):
@@ -69,7 +77,7 @@ class _Relu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Masked.apply(grad, *ctx.saved_tensors)
+        return _masked(grad, *ctx.saved_tensors)
 
 
 def relu_keeping_bits(x: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def by_bits(x: torch.Tensor) -> dict[str, Callable[[], object]]:
         "y <= 0": lambda: y <= 0,
         "neither 0 nor -0, as integers": lambda: lean._is_not_zero(y),
         "torch.where(mask, g, 0)": lambda: torch.where(mask, g, g.new_zeros(())),
-        "mask as bits and g's bits": lambda: lean._Masked.apply(g, bits),
+        "mask as bits and g's bits": lambda: lean._masked(g, bits),
         "torch's relu, forward": lambda: torch.relu(leaf),
         "relu that keeps bits, forward": lambda: lean.relu_keeping_bits(leaf),
         "torch's relu, backward": lambda: torch.autograd.grad(plain, leaf, g, retain_graph=True),
