@@ -13,7 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import autoprec
 from autoprec.execution.measuring import saved_bytes
 from autoprec.graphs import Role
-from autoprec.numerics.keeping import keep_in, keeping, open_cell
+from autoprec.numerics.keeping import cast_of_kept, keep_in, keeping, open_cell
+from autoprec.numerics.packing import decode
 from autoprec.plans import Assignment, Plan, Storage
 
 Body = Callable[[Tensor, Tensor], Tensor]
@@ -358,3 +359,46 @@ def test_second_derivatives_go_through_what_is_kept_narrow() -> None:
         assert all(not torch.equal(a, b) for a, b in pairs)
         off[storage] = max(float((a - b).norm() / b.norm()) for a, b in pairs)
     assert off["bf16"] < 2.0**-5 and off["bf16"] < off["fp8_e4m3"] < 16 * 2.0**-5
+
+
+@pytest.mark.parametrize("storage", ["bf16", "fp8_e4m3"])
+def test_a_tensor_and_its_cast_are_kept_once(storage: str) -> None:
+    """Whoever keeps it first; a cast of a part, in another order, or of what the tensor was before it changed, is not
+    its cast."""
+    x = torch.randn(4, 8, requires_grad=True)
+    cell = open_cell(x, storage)
+    y = cast_of_kept(x, cell, torch.bfloat16)
+    mine, of_cast = cell.part(x), cell.part(y.t())
+    assert mine is not None and of_cast is not None and of_cast.payload.data_ptr() == mine.payload.data_ptr()
+    assert torch.equal(decode(of_cast, torch.float32), decode(mine, torch.float32).t())
+    transposed = cast_of_kept(x.t(), cell, torch.float16)
+    assert keep_in(cell, transposed, storage).payload.data_ptr() == mine.payload.data_ptr()
+    for other in (x[:2].to(torch.bfloat16), x.t().contiguous(), cast_of_kept(x[:, :4], cell, torch.bfloat16)):
+        assert cell.part(other).payload.data_ptr() != mine.payload.data_ptr()
+    changing = torch.randn(4, 8)
+    cell = open_cell(changing, storage)
+    before = keep_in(cell, cast_of_kept(changing, cell, torch.bfloat16), storage)
+    changing.mul_(2.0)
+    after = keep_in(cell, changing, storage)
+    assert torch.equal(decode(after, torch.bfloat16), 2.0 * decode(before, torch.bfloat16))
+
+
+@pytest.mark.parametrize("storage", ["bf16", "fp8_e4m3"])
+def test_what_ops_in_two_formats_keep_is_kept_once(storage: str) -> None:
+    """A product in BF16 and a pointwise op in FP32 read one tensor; beside it nothing of its size is held."""
+    model = Ops(lambda h, _: F.gelu(h) + h @ torch.ones(8, 1))
+    x = torch.randn(512, 6)
+    formats = {":gelu#0": "fp32", ":matmul#0": "fp32", ":matmul#1": "bf16", ":add#0": "fp32"}
+    autoprec.compile(model, plan=plan_of(storage, ":matmul#0", formats=formats), events=None)
+    model(x)
+    seen: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        if t.numel() == 512 * 8:
+            seen[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = model(x)
+    assert list(seen.values()) == [512 * 8 * (2 if storage == "bf16" else 1)]
+    y.sum().backward()

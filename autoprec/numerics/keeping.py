@@ -13,24 +13,55 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from autoprec.numerics.casts import cast
 from autoprec.numerics.compilers import hooks_in_graph, saved_for_backward
 from autoprec.numerics.packing import Packed, decode, encode
 
-__all__ = ["Cell", "keep_in", "keeping", "open_cell"]
+__all__ = ["Cell", "cast_of_kept", "keep_in", "keeping", "open_cell"]
+
+
+class _Copy:
+    """A narrow copy, made when it is first asked for, and the memories that it is of: one, and its casts."""
+
+    def __init__(self) -> None:
+        self.packed: Packed | None = None
+        self._memories: list[tuple[StorageWeakRef, int]] = []
+
+    def is_of(self, x: Tensor) -> bool:
+        """Whether it is of the memory of `x`, as that is now."""
+        memory = x.untyped_storage()
+        return any(m.cdata == memory._cdata and v == x._version and not m.expired() for m, v in self._memories)
+
+    def add(self, x: Tensor) -> None:
+        """The memory of `x` is one of them."""
+        self._memories.append((StorageWeakRef(x.untyped_storage()), x._version))
 
 
 class Cell:
-    """The narrow copies of one tensor: of its memory, and of that of its casts, each made when it is first kept. A cast
-    of a part has a scale of its own."""
+    """The narrow copies of one tensor: of its memory and its casts, made from what is kept first. A cast of a part has
+    a copy, with a scale, of its own."""
 
     def __init__(self, storage: str, tensor: str = "") -> None:
         self.storage, self.tensor = storage, tensor
         self._numel = -1
-        self._made: list[tuple[StorageWeakRef, Packed]] = []
+        self._copies: list[_Copy] = []
 
     def stands_for(self, x: Tensor) -> None:
         """Say which tensor it is."""
         self._numel = x.numel()
+
+    def is_cast(self, x: Tensor, y: Tensor) -> None:
+        """Say that `y` is a cast of `x`: where both are all of a memory, in one order, a narrow copy is of both."""
+        if x.stride() == y.stride() and all(t.untyped_storage().nbytes() == t.nbytes for t in (x, y)):
+            self._copy_of(x).add(y)
+
+    def _copy_of(self, x: Tensor) -> _Copy:
+        for copy in self._copies:
+            if copy.is_of(x):
+                return copy
+        self._copies.append(_Copy())
+        self._copies[-1].add(x)
+        return self._copies[-1]
 
     def part(self, x: Tensor) -> Packed | None:
         """The narrow copy of `x`: the tensor, a cast of it or of a part of it, or a view of any. None where `x` lives
@@ -39,13 +70,11 @@ class Cell:
         numel = memory.nbytes() // x.element_size()
         if not x.numel() or numel > self._numel:
             return None
+        copy = self._copy_of(x)
         with saved_for_backward(x, self.tensor):
-            for reference, packed in self._made:
-                if reference.cdata == memory._cdata and not reference.expired():
-                    return _seen_as(packed, x)
-            packed = _encode_memory(x.detach(), numel, self.storage)
-            self._made.append((StorageWeakRef(memory), packed))
-            return _seen_as(packed, x)
+            if copy.packed is None:
+                copy.packed = _encode_memory(x.detach(), numel, self.storage)
+            return _seen_as(copy.packed, x)
 
 
 def _encode_memory(x: Tensor, numel: int, storage: str) -> Packed:
@@ -148,6 +177,13 @@ def open_cell(x: Tensor | None, storage: str, tensor: str = "") -> Cell:
     if x is not None:
         cell.stands_for(x)
     return cell
+
+
+def cast_of_kept(x: Tensor, cell: Cell, dtype: torch.dtype) -> Tensor:
+    """`cast(x, dtype)` of a tensor that is kept in a cell: what keeps the cast shares the narrow copy."""
+    y = cast(x, dtype)
+    cell.is_cast(x, y)
+    return y
 
 
 def keep_in(cell: Cell, x: Tensor, storage: str) -> Packed | None:

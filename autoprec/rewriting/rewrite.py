@@ -31,7 +31,7 @@ from autoprec.numerics.casts import cast, enter_region, leave_region, saturating
 from autoprec.numerics.contractions import Contraction, weighted_product
 from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.gemm import matmul
-from autoprec.numerics.keeping import keep_in
+from autoprec.numerics.keeping import cast_of_kept, keep_in
 from autoprec.numerics.kernels import kernel
 from autoprec.numerics.lean import lean, relu_keeping_bits
 from autoprec.numerics.norms import layer_norm, norm
@@ -232,7 +232,10 @@ class _Rewriter(Storing):
         leaving = self.region_of_value.get(self.root[node], 0)
         if source == "fp16" and leaving:
             return self.call(leave_region, (value, dtype, leaving))
-        return self.call(cast, (value, dtype))
+        stored = self._stored(self.binding.tensor_id[node]) if node in self.binding.tensor_id else None
+        if stored is None or stored in self.plan.made_from_of or self.path:
+            return self.call(cast, (value, dtype))
+        return self.call(cast_of_kept, (value, self.cell_of(stored, node), dtype))
 
     def _saturates(self, node: fx.Node) -> bool:
         """Whether the plan lets the tensor, or one that it is a view of, saturate."""
