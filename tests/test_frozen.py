@@ -143,11 +143,25 @@ def test_rows_are_looked_up_without_the_rest() -> None:
 # The plan -----------------------------------------------------------------------------------------------------------
 
 
-def test_they_live_as_planned_and_the_prediction_knows() -> None:
+@pytest.mark.parametrize(
+    "formats",
+    [
+        "fp32",
+        pytest.param(
+            "fp32 bf16",
+            marks=pytest.mark.xfail(
+                reason="a term in another format than its sum has a gradient of its own, which is counted with the"
+                " other term's: as timings fall, the plan has such a sum, and peaks 9 % above its prediction",
+                strict=False,
+            ),
+        ),
+    ],
+)
+def test_they_live_as_planned_and_the_prediction_knows(formats: str) -> None:
     model, batches = made(width=256, rows=8, length=65)
     parameters = dict(model.named_parameters())
     wide = sum(p.numel() * 4 for p in parameters.values())
-    compiled(model, batches, *NARROW)
+    compiled(model, batches, *NARROW, formats=tuple(formats.split()))
     session = autoprec.session(model)
     plan = session.plan
     assert narrow_of(model) == {t.removeprefix("param:"): f for t, f in plan.living.items()}
