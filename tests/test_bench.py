@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.bench import budgets, categories
+from tests.bench import budgets, categories, lowering
 from tests.bench.__main__ import OBSERVED_PEAK, misses, rows_of
 from tests.bench.binding import uniform_e5m2, widely
 from tests.bench.earns import narrowed, study
@@ -67,6 +67,19 @@ def test_every_category_of_bytes_is_predicted(monkeypatch: pytest.MonkeyPatch) -
         assert [c.miss for c in categories.of_workload(found) if c.miss] == []
         monkeypatch.setattr(categories, "optimizer_bytes", lambda kind, size: size)
         assert {c.name for c in categories.of_workload(found) if c.miss} == {"optimizer state"}
+
+
+@pytest.mark.parametrize("workload", lowering.BARRED)
+def test_torchs_fp8_by_size_has_the_larger_error_at_the_higher_peak(workload: str) -> None:
+    """Both through inductor; `python -m tests.bench.lowering --rivals` has the rest, and seconds."""
+    with one_thread():
+        found = calibrate(WORKLOADS[workload])
+        plan = found.planned("memory")
+        assert plan is not None
+        exact, runs = lowering.contestants(found, plan, lowering.BY_SIZE, lowering.OWN)
+    own, theirs = runs[lowering.OWN], runs[lowering.BY_SIZE]
+    assert own.peak_bytes < theirs.peak_bytes and own.error(exact) < theirs.error(exact)
+    assert not lowering.beaten_by_size(exact, runs)
 
 
 @pytest.mark.parametrize("formats", ["fp32 bf16", "fp32 bf16 fp16"])

@@ -92,7 +92,9 @@ def test_a_table_is_judged_by_the_gradient_noise() -> None:
     for limit in (10.0, 1e-6):
         torch._dynamo.reset()
         model = Model(F.embedding)
-        policy = load_policy("memory").replaced(noise={"gradient": limit, "loss": 10.0}, storage={"formats": []})
+        policy = load_policy("memory").replaced(
+            objective="bytes", noise={"gradient": limit, "loss": 10.0}, storage={"formats": []}
+        )
         batches = [torch.randint(0, ROWS, (12, 8)) for _ in range(8)]
         autoprec.compile(model, policy=policy, batches=batches, loss_fn=lambda m, b: m(b), events=None)
         session = autoprec.session(model)

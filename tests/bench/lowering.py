@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from torch._inductor import config as inductor_config
 import autoprec
 from autoprec.execution.measuring import peak_bytes, saved_bytes
 from autoprec.plans import Plan
-from tests.bench.measure import MAX_ROUNDS, MIN_ROUNDS, ROUND_SECONDS, Calibrated, calibrate, one_thread
+from tests.bench.measure import Calibrated, calibrate, in_turn, one_thread
 from tests.bench.workloads import Workload, chosen, conclude
 
 BATCHES = 4
@@ -126,19 +125,6 @@ def fp8_by_size(dtype: str) -> Iterator[None]:
         yield
 
 
-def race(workload: Workload, batches: Any, contestants: dict[str, Contestant]) -> None:
-    """Seconds of a step, in turn."""
-    order, shuffle = list(contestants), random.Random(0).shuffle
-    k, begin = 0, time.perf_counter()
-    while k < MIN_ROUNDS or (k < MAX_ROUNDS and time.perf_counter() - begin < ROUND_SECONDS):
-        shuffle(order)
-        for name in order:
-            start = time.perf_counter()
-            contestants[name].step(workload, batches[k % len(batches)])
-            contestants[name].seconds.append(time.perf_counter() - start)
-        k += 1
-
-
 def agreement(found: Calibrated, plan: Plan) -> list[str]:
     """One line, and what is missed."""
     workload = found.workload
@@ -174,28 +160,50 @@ def agreement(found: Calibrated, plan: Plan) -> list[str]:
     return missed
 
 
-def rivals(found: Calibrated, plan: Plan) -> list[str]:
-    """A table, and what is missed."""
+OWN, BY_SIZE = "autoprec memory", "fp8_e4m3 by size"
+
+
+def contestants(found: Calibrated, plan: Plan, *names: str) -> tuple[Contestant, dict[str, Contestant]]:
+    """FP32, and the others by name (all, unless some are named): measured, but for the seconds."""
     workload = found.workload
     exact = Contestant(model=copy.deepcopy(found.model))
     exact.measure(workload, found.batches)
     makers: dict[str, Callable[[], Contestant]] = {
         "autocast": lambda: compiled(found),
-        "fp8_e4m3 by size": lambda: compiled(found, lambda: fp8_by_size("torch.float8_e4m3fn")),
+        BY_SIZE: lambda: compiled(found, lambda: fp8_by_size("torch.float8_e4m3fn")),
         "fp8_e5m2 by size": lambda: compiled(found, lambda: fp8_by_size("torch.float8_e5m2")),
     }
     for budget in BUDGETS:
         makers[f"recompute {budget}"] = lambda b=budget: compiled(
             found, lambda: functorch_config.patch(activation_memory_budget=b, enable_autograd_cache=False)
         )
-    makers["autoprec memory"] = lambda: planned(found, plan, "inductor")
+    makers[OWN] = lambda: planned(found, plan, "inductor")
     runs: dict[str, Contestant] = {}
-    for name, make in makers.items():
+    for name in names or makers:
         torch._dynamo.reset()
-        runs[name] = make()
+        runs[name] = makers[name]()
         runs[name].measure(workload, found.batches)
-    race(workload, found.batches, runs)
-    base, own = runs["autocast"], runs["autoprec memory"]
+    return exact, runs
+
+
+def beaten_by_size(exact: Contestant, runs: dict[str, Contestant]) -> list[str]:
+    """Torch's FP8 where it has the smaller gradient error at no higher a peak."""
+    own = runs[OWN]
+    return [
+        f"{name} has an error of {run.error(exact):.2e} at a lower peak"
+        for name, run in runs.items()
+        if "by size" in name and run.peak_bytes <= own.peak_bytes and run.error(exact) <= own.error(exact)
+    ]
+
+
+def rivals(found: Calibrated, plan: Plan) -> list[str]:
+    """A table, and what is missed."""
+    workload = found.workload
+    exact, runs = contestants(found, plan)
+    seconds = in_turn(list(runs), lambda name, batch: runs[name].step(workload, batch), found.batches)
+    for name, run in runs.items():
+        run.seconds = seconds[name]
+    base, own = runs["autocast"], runs[OWN]
 
     def ratio(run: Contestant) -> float:
         return statistics.median(a / b for a, b in zip(run.seconds, base.seconds, strict=True))
@@ -209,13 +217,9 @@ def rivals(found: Calibrated, plan: Plan) -> list[str]:
         )
     if workload.name not in BARRED:
         return []
-    missed = []
+    missed = [f"{workload.name}: {what}" for what in beaten_by_size(exact, runs)]
     for name, run in runs.items():
-        if run.peak_bytes > own.peak_bytes:
-            continue
-        if "by size" in name and run.error(exact) <= own.error(exact):
-            missed.append(f"{workload.name}: {name} has an error of {run.error(exact):.2e} at a lower peak")
-        if "recompute" in name and ratio(run) <= ratio(own):
+        if "recompute" in name and run.peak_bytes <= own.peak_bytes and ratio(run) <= ratio(own):
             missed.append(f"{workload.name}: {name} takes {ratio(run) / ratio(own):.2f} of the time at a lower peak")
     return missed
 

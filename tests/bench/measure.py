@@ -9,7 +9,7 @@ import copy
 import random
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ from autoprec.plans import Plan
 from autoprec.serial import load_policy
 from tests.bench.workloads import Workload
 
-__all__ = ["Calibrated", "Live", "calibrate", "live_peak", "one_thread", "run_live"]
+__all__ = ["Calibrated", "Live", "calibrate", "in_turn", "live_peak", "one_thread", "run_live"]
 
 BATCHES = 8
 
@@ -185,6 +185,23 @@ PLAIN, AUTOCAST = "torch fp32", "torch autocast bf16"
 MIN_ROUNDS, MAX_ROUNDS, ROUND_SECONDS = 7, 41, 15.0
 
 
+def in_turn(
+    names: Sequence[str], step: Callable[[str, Any], object], batches: Sequence[Any], seconds: float = ROUND_SECONDS
+) -> dict[str, list[float]]:
+    """Seconds of every contestant's steps, one a round, for so long."""
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    order, shuffle = list(names), random.Random(0).shuffle
+    k, started = 0, time.perf_counter()
+    while k < MIN_ROUNDS or (k < MAX_ROUNDS and time.perf_counter() - started < seconds):
+        shuffle(order)  # who comes after one that fills caches and memory pays for it: everyone in turn
+        for name in order:
+            begin = time.perf_counter()
+            step(name, batches[k % len(batches)])
+            taken[name].append(time.perf_counter() - begin)
+        k += 1
+    return taken
+
+
 def run_live(found: Calibrated, plans: Mapping[str, Plan | None], seconds: float = ROUND_SECONDS) -> dict[str, Live]:
     """Every contestant's step, in turn, for so long. None as a plan is torch without us: `PLAIN` or `AUTOCAST`. Plans
     that decide the same are one contestant with two names."""
@@ -206,19 +223,10 @@ def run_live(found: Calibrated, plans: Mapping[str, Plan | None], seconds: float
             loss = found.workload.loss(models[name], batch)
         loss.backward()
 
-    taken: dict[str, list[float]] = {name: [] for name in models}
     for name in models:
         step(name, found.batches[0])
         step(name, found.batches[0])
-    order, shuffle = list(models), random.Random(0).shuffle
-    k, started = 0, time.perf_counter()
-    while k < MIN_ROUNDS or (k < MAX_ROUNDS and time.perf_counter() - started < seconds):
-        shuffle(order)  # who comes after one that fills caches and memory pays for it: everyone in turn
-        for name in order:
-            begin = time.perf_counter()
-            step(name, found.batches[k % len(found.batches)])
-            taken[name].append(time.perf_counter() - begin)
-        k += 1
+    taken = in_turn(list(models), step, found.batches, seconds)
     peaks = {n: peak_bytes(lambda n=n: step(n, found.batches[0]), torch.device("cpu")) for n in models}
     first = next(iter(taken.values()))
     results = {}
