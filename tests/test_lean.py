@@ -12,7 +12,8 @@ from torch import Tensor
 
 import autoprec
 from autoprec.execution.measuring import saved_bytes
-from autoprec.numerics.lean import attention, dropout
+from autoprec.numerics.lean import attention, dropout, relu_keeping_bits
+from autoprec.numerics.packing import piece_numel
 from autoprec.plans import Plan
 from tests.campaigns.ops import same
 
@@ -109,3 +110,16 @@ def test_a_plan_in_bf16_uses_them_and_draws_what_the_model_draws() -> None:
         assert torch.equal(model(x) == 0, dropped)
         held[name] = saved_bytes(lambda: model(x), exclude=[x, *model.parameters()])
     assert held["bf16"] < 0.35 * held["as written"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bits_of_many_pieces_are_the_bits_of_all(dtype: torch.dtype) -> None:
+    """Piece by piece, the last one neither whole nor full bytes: relu's gradient, and what dropout let through."""
+    numel = 2 * piece_numel(torch.empty(0)) + 1003
+    x = torch.randn(numel, dtype=dtype).requires_grad_()
+    g = torch.randn(numel, dtype=dtype)
+    [found] = torch.autograd.grad(relu_keeping_bits(x), x, g)
+    assert torch.equal(found, torch.where(x > 0, g, 0.0))
+    y = dropout(x, 0.25)
+    [found] = torch.autograd.grad(y, x, g)
+    assert torch.equal(found != 0, (y != 0) & (g != 0))
