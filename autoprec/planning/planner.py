@@ -19,7 +19,7 @@ from autoprec.planning.proposals import LOW_FRAC, Proposals, Question, rivals, t
 from autoprec.planning.reasons import bytes_text, violation_text
 from autoprec.planning.relaxing import what_to_change
 from autoprec.planning.solutions import Choice, Solution
-from autoprec.planning.solvers import LARGE, decisions_count, gap_for, solve
+from autoprec.planning.solvers import LARGE, PRICED, decisions_count, gap_for, solve
 from autoprec.planning.uniform import uniform_choice
 from autoprec.plans import Plan, Totals
 from autoprec.policies import Policy, parse_budget
@@ -97,12 +97,19 @@ def propose(question: Question, *, relative_gap: float | None = None, advise: bo
     gap = gap_for(question.problem) if relative_gap is None else relative_gap
     limited = _at_lowest_peak(question, gap) if question.at_lowest_peak else question
     problem = limited.problem
+    if question.at_lowest_peak and relative_gap is None and decisions_count(problem) > PRICED:
+        gap = _LOW_PEAK_GAP
     solution = solve(problem, relative_gap=gap)
     if solution is None:
         raise InfeasibleError(_why_infeasible(question, gap, advise))
     if solution.gap > 0.0 and decisions_count(problem) <= LARGE:
         solution = polish(problem, solution)
     return Proposals(question=limited, all=rivals(question.problem, solution, question.policy.formats))
+
+
+#: Of large problems under a budget that leaves next to no choice: 441 decisions take 0.3 s, and 33 s to a thousandth,
+#: which is 0.27 % faster (a transformer of 12 layers); plans within a fiftieth count as equally fast.
+_LOW_PEAK_GAP = 5e-3
 
 
 def _at_lowest_peak(question: Question, gap: float) -> Question:

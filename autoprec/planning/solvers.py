@@ -10,11 +10,11 @@ from autoprec.planning import brute_force, highs, lagrangian
 from autoprec.planning.solutions import Solution
 from autoprec.planning.values import Problem
 
-__all__ = ["LARGE", "SOLVERS", "Solver", "decisions_count", "gap_for", "solve"]
+__all__ = ["LARGE", "PRICED", "SOLVERS", "Solver", "decisions_count", "gap_for", "solve"]
 
-#: Up to `_EXACT` decisions a plan is proven optimal; beyond, proven within `_GAP`. HiGHS is as fast up to `_PRICED`
+#: Up to `_EXACT` decisions a plan is proven optimal; beyond, proven within `_GAP`. HiGHS is as fast up to `PRICED`
 #: decisions (docs/measurements/solvers.md), and takes hours beyond `LARGE`.
-_EXACT, _PRICED, LARGE = 60, 250, 2500
+_EXACT, PRICED, LARGE = 60, 250, 2500
 _GAP = 1e-3
 
 
@@ -35,7 +35,7 @@ def solve(problem: Problem, *, relative_gap: float) -> Solution | None:
     the solution's `gap` says so. `SolverError` without a choice and without a proof.
     """
     count = decisions_count(problem)
-    if relative_gap == 0.0 or count <= _PRICED:
+    if relative_gap == 0.0 or count <= PRICED:
         return highs.solve(problem, relative_gap=relative_gap)
     try:
         found = lagrangian.solve(problem, relative_gap=relative_gap)

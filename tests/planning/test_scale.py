@@ -362,7 +362,7 @@ def test_few_decisions_go_to_highs_and_many_to_prices(monkeypatch: pytest.Monkey
     monkeypatch.setattr(highs, "solve", asking("highs", good))
     monkeypatch.setattr(lagrangian, "solve", asking("prices", loose))
     assert solvers.solve(problem, relative_gap=0.1) is good and asked == ["highs"]
-    monkeypatch.setattr(solvers, "_PRICED", 10)
+    monkeypatch.setattr(solvers, "PRICED", 10)
     assert solvers.solve(problem, relative_gap=0.0) is good and asked == ["highs", "highs"]
     assert solvers.solve(problem, relative_gap=0.9) is loose and asked[2:] == ["prices"]
     found = solvers.solve(problem, relative_gap=0.1)
@@ -377,7 +377,7 @@ def test_highs_is_asked_where_prices_do_not_know(monkeypatch: pytest.MonkeyPatch
 
     problem = transformer_problem(50)
     monkeypatch.setattr(lagrangian, "solve", fail)
-    monkeypatch.setattr(solvers, "_PRICED", 10)
+    monkeypatch.setattr(solvers, "PRICED", 10)
     found = solvers.solve(problem, relative_gap=1e-2)
     assert found is not None and found.gap <= 1e-2
     monkeypatch.setattr(solvers, "LARGE", 20)
