@@ -321,6 +321,6 @@ def test_one_scale_is_the_same_looked_at_or_not() -> None:
         *np.exp(np.random.default_rng(0).normal(0, 20, 999)),
     ]
     for most in (448.0, 57344.0, 7.0, 15.5):
-        for amax in torch.tensor(amaxes, dtype=torch.float32):
+        for amax in torch.tensor([*amaxes, most, 4.0 * most, most / 8.0], dtype=torch.float32):
             one, all_ = packing._scale_of(amax, most), packing._scales_of(amax, most)
             assert one[0] == float(all_[0]) and torch.equal(one[1].nan_to_num(-1.0), all_[1].nan_to_num(-1.0))
