@@ -107,8 +107,9 @@ def propose(question: Question, *, relative_gap: float | None = None, advise: bo
     return Proposals(question=limited, all=rivals(question.problem, solution, question.policy.formats))
 
 
-#: Of large problems under a budget that leaves next to no choice: the 441 decisions of 12 layers of tests/scale_study.py
-#: take 0.3 s, and 33 s to a thousandth (`relative_gap`), for 0.27 % of the step. Plans within a fiftieth are as fast.
+#: Of large problems under a budget that leaves next to no choice: the 441 decisions of the 12 layers of
+#: tests/scale_study.py take 0.3 s, and 33 s to a thousandth (`relative_gap`), for 0.27 % of the step. Plans within a
+#: fiftieth are as fast.
 _LOW_PEAK_GAP = 5e-3
 
 
