@@ -193,6 +193,8 @@ class OpGraph:
         ops: in execution order.
         tensors: every tensor that an op reads or makes, each id once.
         parameter_bytes, gradient_bytes, optimizer_bytes, input_bytes: what a step holds whatever the plan.
+        first_ops: ids of the first op of each captured graph.
+        compiled: whether these run through a compiler: each then gives the gradients of its weights all at once.
     """
 
     model: str
@@ -202,6 +204,8 @@ class OpGraph:
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
     input_bytes: int = 0
+    first_ops: tuple[str, ...] = ()
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         check_unique([op.id for op in self.ops], "the op", InputError, "ops")
@@ -219,6 +223,10 @@ class OpGraph:
                 raise InputError(what, at=("tensors", i, "base"))
         for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "input_bytes"):
             check_amount(getattr(self, name), name, InputError, name)
+        made = {op.id for op in self.ops}
+        for i, first in enumerate(self.first_ops):
+            if first not in made:
+                raise InputError(f"op {first!r} is not among the graph's ops", at=("first_ops", i))
 
     @cached_property
     def op_by_id(self) -> dict[str, Op]:
@@ -260,7 +268,8 @@ class OpGraph:
         if len(order) == len(self.ops):
             return self
         new = tuple(t for t in other.tensors if t.id not in self.tensor_by_id)
-        return replace(self, ops=tuple(order), tensors=self.tensors + new)
+        first = tuple(dict.fromkeys((*self.first_ops, *other.first_ops)))
+        return replace(self, ops=tuple(order), tensors=self.tensors + new, first_ops=first)
 
     @cached_property
     def fingerprint(self) -> str:

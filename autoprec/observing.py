@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from autoprec.calibration.foreseeing import foresee
 from autoprec.calibration.observer import ObservingInterpreter, StepObserver
 from autoprec.calibration.structure import StructureRecorder, TimingCase
+from autoprec.execution.lowering import Lowering
 from autoprec.execution.replay import CallRecord, shadow, shadow_arguments
 from autoprec.execution.slots import Slot
 from autoprec.graphs import OpGraph
@@ -141,19 +142,26 @@ class Observations:
 
 
 def describe_graph(
-    structure: StructureRecorder, model: nn.Module, parameters: Mapping[str, nn.Parameter], slots: Iterable[Slot]
+    structure: StructureRecorder,
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    slots: Iterable[Slot],
+    lowering: Lowering,
 ) -> OpGraph:
     """The `OpGraph` of a recorded step; the optimizer's bytes are not known yet."""
     sizes = {f: p.numel() * p.element_size() for f, p in parameters.items()}
+    bindings = [slot.binding for slot in slots]
     outputs: set[str] = set()
-    for slot in slots:
-        for node in slot.binding.template.flat.graph.nodes:
+    for binding in bindings:
+        for node in binding.template.flat.graph.nodes:
             if node.op == "output":
-                outputs |= {slot.binding.tensor_id[n] for n in node.all_input_nodes if n in slot.binding.tensor_id}
+                outputs |= {binding.tensor_id[n] for n in node.all_input_nodes if n in binding.tensor_id}
     return structure.graph(
         model=type(model).__name__,
         parameter_bytes=sum(sizes.values()) + sum(b.numel() * b.element_size() for b in model.buffers()),
         gradient_bytes=sum(n for f, n in sizes.items() if parameters[f].requires_grad),
         optimizer_bytes=0,
         outputs=outputs,
+        bindings=bindings,
+        compiled=lowering.compiles,
     )

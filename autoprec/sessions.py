@@ -96,7 +96,7 @@ class Session:
         self._slots: dict[tuple[Template, tuple[int, ...]], Slot] = {}
         self.unowned: set[Template] = set()
         self._observed = Observations(
-            lambda structure: describe_graph(structure, self.model, self._parameters, self._slots.values())
+            lambda seen: describe_graph(seen, self.model, self._parameters, self._slots.values(), self.lowering)
         )
         self._scheduler = Scheduler(self.policy, device, self._device_type, self._observed)
         self._provisional = Provisional(self._scheduler, self._device_type)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -172,9 +172,18 @@ class StructureRecorder:
         return False
 
     def graph(
-        self, model: str, parameter_bytes: int, gradient_bytes: int, optimizer_bytes: int, outputs: set[str]
+        self,
+        model: str,
+        parameter_bytes: int,
+        gradient_bytes: int,
+        optimizer_bytes: int,
+        outputs: set[str],
+        bindings: Iterable[Binding],
+        *,
+        compiled: bool,
     ) -> OpGraph:
         """Everything seen, as a value."""
+        first = [next((op.id for op in binding.ops if op.id in self._ops), "") for binding in bindings]
         ops = tuple(
             Op(
                 id=k.op.id,
@@ -205,6 +214,8 @@ class StructureRecorder:
             gradient_bytes=gradient_bytes,
             optimizer_bytes=optimizer_bytes,
             input_bytes=self.input_bytes,
+            first_ops=tuple(dict.fromkeys(op for op in first if op)),
+            compiled=compiled,
         )
 
 

@@ -16,7 +16,7 @@ import typer
 
 from autoprec.cli.interrupts import heard_interrupts
 
-__all__ = ["BudgetText", "DeviceFile", "Json", "PolicyName", "app", "command"]
+__all__ = ["BudgetText", "Compiled", "DeviceFile", "Json", "PolicyName", "app", "command"]
 
 INTERRUPTED, PIPE_CLOSED = 130, 141
 
@@ -41,6 +41,14 @@ DeviceFile = Annotated[
         "--device",
         help="The device to plan for: measured timings, a datasheet, or a100, h100, h200, cpu-generic"
         " [default: PROFILE.device.json].",
+    ),
+]
+Compiled = Annotated[
+    bool | None,
+    typer.Option(
+        "--compiled/--eager",
+        help="Plan for a step that runs through torch's compiler, or for one that does not [default: as calibrated].",
+        show_default=False,
     ),
 ]
 

@@ -30,8 +30,9 @@ class Inputs:
     memory_bytes: int | None = None
 
 
-def read_inputs(profile: Path, policy: str, budget: str | None, device: Path | None) -> Inputs:
-    """Read the files; `InputError` names the first that is not valid."""
+def read_inputs(profile: Path, policy: str, budget: str | None, device: Path | None, compiled: bool | None) -> Inputs:
+    """Read the files; `InputError` names the first that is not valid. `compiled`: whether the step will be; None for
+    as it was calibrated."""
     chosen = load_policy(policy)
     if budget is not None:
         chosen = chosen.replaced(budget=budget)
@@ -44,6 +45,8 @@ def read_inputs(profile: Path, policy: str, budget: str | None, device: Path | N
         )
     timings, memory_bytes = _timings(device or beside, graph)
     graph = _with_optimizer(graph, chosen)
+    if compiled is not None:
+        graph = replace(graph, compiled=compiled)
     chosen.check_against(graph)
     own = memory_bytes if chosen.budget is None else None
     return Inputs(graph=graph, profile=seen, device=timings, policy=chosen, memory_bytes=own)

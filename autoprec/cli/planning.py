@@ -26,6 +26,7 @@ def write_offline_plan(
     policy: str,
     budget: str | None,
     device: Path | None,
+    compiled: bool | None,
     out: Path | None,
     case_out: Path | None,
     *,
@@ -39,7 +40,7 @@ def write_offline_plan(
         check_writable(case_out, InputError)
     if out is not None:
         check_writable(out, PlanError)
-    given = read_inputs(profile, policy, budget, device)
+    given = read_inputs(profile, policy, budget, device, compiled)
     question = ask(given.graph, given.profile, given.device, given.policy, budget_bytes=given.memory_bytes)
     try:
         proposals = propose(question)

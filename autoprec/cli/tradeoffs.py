@@ -17,14 +17,22 @@ __all__ = ["show_tradeoffs"]
 
 
 def show_tradeoffs(
-    profile: Path, policy: str, budget: str | None, device: Path | None, points: int, out: Path | None, *, as_json: bool
+    profile: Path,
+    policy: str,
+    budget: str | None,
+    device: Path | None,
+    compiled: bool | None,
+    points: int,
+    out: Path | None,
+    *,
+    as_json: bool,
 ) -> int:
     """Plan for a series of budgets; draw them if there is a file to draw into."""
     if out is not None:
         if out.suffix.lower() != ".svg":
             raise InputError(f"{out}: the picture is an SVG; name a file that ends in .svg")
         check_writable(out, InputError)
-    given = read_inputs(profile, policy, budget, device)
+    given = read_inputs(profile, policy, budget, device, compiled)
     with progress_console().status("planning without a budget") as status:
         found = tradeoffs(
             given.graph,

@@ -80,6 +80,11 @@ class Lowering:
         self._graphs: dict[tuple[Binding, str], Inductor] = {}
 
     @property
+    def compiles(self) -> bool:
+        """Whether graphs go through a compiler."""
+        return self.backend != "eager"
+
+    @property
     def compiled(self) -> tuple[Compiled, ...]:
         """Everything that was compiled so far."""
         return tuple(made for graph in self._graphs.values() for made in graph.compiled)

@@ -60,6 +60,10 @@ class _Check:
             self.index(("problem", "private", i, 0), moment, self.ops, "moment")
             self.index(("problem", "private", i, 1), kept_from, 2 * self.ops, "moment")
             self.amount(("problem", "private", i, 2), size)
+        for i, held in enumerate(p.standing):
+            for name in ("first", "last"):
+                self.index(("problem", "standing", i, name), getattr(held, name), 2 * self.ops, "moment")
+            self.amounts(("problem", "standing", i), held, "bytes")
         for i, (moment, size) in enumerate(p.workspace):
             self.index(("problem", "workspace", i, 0), moment, 2 * self.ops, "moment")
             self.amount(("problem", "workspace", i, 1), size)

@@ -64,10 +64,10 @@ class Step:
         p = self.problem
         self.seconds += p.constant_seconds
         for moment, kept_from, size in p.private:
-            entered = moment == 0 and kept_from > len(p.ops)
-            what = "gradients of the outputs" if entered else f"statistics of {p.ops[moment]}"
-            self.hold(what, _GRADIENTS if entered else "statistics", kept_from, p.backward(moment), size)
+            self.hold(f"statistics of {p.ops[moment]}", "statistics", kept_from, p.backward(moment), size)
             self.saved += size if kept_from == moment else 0
+        for held in p.standing:
+            self.hold(held.what, _GRADIENTS, held.first, held.last, held.bytes)
         for moment, size in p.workspace:
             self.hold(f"workspace of {p.op_at(moment)}", "workspace", moment, moment, size)
 

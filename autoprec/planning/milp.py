@@ -361,8 +361,7 @@ class Program(Rows):
     def bytes_at(self, moment: int) -> Linear:
         """Bytes held at a moment, without the fixed ones."""
         p = self.problem
-        total = Linear(float(sum(size for m, first, size in p.private if first <= moment <= p.backward(m))))
-        total.constant += sum(size for m, size in p.workspace if m == moment)
+        total = Linear(float(sum(size for first, last, size in p.always_held() if first <= moment <= last)))
         for unit, options in zip(p.units, self.y, strict=True):
             if unit.backward_workspace and p.backward(unit.moment) == moment:
                 for k, size in zip(options, unit.backward_workspace, strict=True):

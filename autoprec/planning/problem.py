@@ -35,6 +35,7 @@ from autoprec.planning.options import Options, decides, in_place_pairs, reads_na
 from autoprec.planning.pricing import Prices
 from autoprec.planning.products import Products
 from autoprec.planning.roots import Roots, resolve_roots
+from autoprec.planning.standing import passing_bytes, standing
 from autoprec.planning.stores import Keeping, Stores
 from autoprec.planning.sums import sharing_gradients
 from autoprec.planning.values import PlanTensor, Problem, Unit, Use
@@ -162,7 +163,6 @@ class _Builder:
             for i, op in enumerate(graph.ops)
             if op.private_saved_bytes and not decides(op, graph)
         )
-        private = (*private, *self._entering())
         kept = [t for t in tensors if any(use.kept_from is None for use in t.savers)]
         saved = sum(t.numel * 4 for t in kept) + sum(size for i, first, size in private if first == i)
         saved += sum(u.kept[0] for u in self.units if u.kept and u.kept_from is None)
@@ -185,6 +185,7 @@ class _Builder:
             constant_seconds=constant,
             fixed_bytes=fixed_bytes(graph) - sum(4 * graph.tensor_by_id[t].numel for t in self.frozen),
             private=private,
+            standing=tuple(standing(graph, self.roots)),
             workspace=tuple(self._fixed_workspace()),
             loss_limit=loss_limit,
             budget_bytes=budget_bytes,
@@ -194,29 +195,14 @@ class _Builder:
             loss_scale=loss_limit or loss_total or 1.0,
         )
 
-    def _entering(self) -> Iterator[tuple[int, int, int]]:
-        """The gradients that enter at the outputs are kept until the step is over, to replay it: as private bytes of
-        the first op, from where the gradient of the tensor is no longer needed for itself."""
-        for t in self.graph.tensors:
-            producer = self.graph.producer.get(self.roots.root_of[t.id])
-            if t.is_output and t.is_float32 and t.requires_grad and producer is not None:
-                first = 2 * len(self.graph.ops) - self.moment[producer]
-                if first < 2 * len(self.graph.ops):
-                    yield 0, first, 4 * t.numel
-
     def _fixed_workspace(self) -> Iterator[tuple[int, int]]:
         """(moment, bytes) of ops without a decision."""
         for i, op in enumerate(self.graph.ops):
             if decides(op, self.graph):
                 continue
             now, then = self.device.workspace_by_key.get((op.timing_key, Role.OUTPUT, "fp32"), (0, 0))
-            then += self._weight_gradients(op)
+            then += passing_bytes(op, self.graph)
             yield from ((m, size) for m, size in ((i, now), (2 * len(self.graph.ops) - 1 - i, then)) if size)
-
-    def _weight_gradients(self, op: Op) -> int:
-        """Bytes of the FP32 gradients of its parameters: made beside those that are there, and added to them."""
-        specs = [self.graph.tensor_by_id.get(f"param:{w}") for w in op.weights]
-        return sum(4 * spec.numel for spec in specs if spec is not None and spec.requires_grad)
 
     def _check_casts(self, storages: set[str]) -> None:
         computed = {"fp32"} | {f for u in self.units for f in u.options}
@@ -251,7 +237,7 @@ class _Builder:
             if again is not None and f != again:
                 seconds[-1] += self._seconds(op, role, again) / (1 + len(op.checkpoints))
             now, then = self._workspace(options, f, sum(weights)) if options.needed else (0, 0)
-            made = self._weight_gradients(op)
+            made = passing_bytes(op, self.graph)
             workspace.append(now + (made if role is Role.GRAD_WEIGHT and options.needed else 0))
             backward_workspace.append(then + (made if len(op.roles) == 1 else 0))
         kept = tuple(self._private_bytes(op, f) for f in options.formats) if role is Role.OUTPUT else ()

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from autoprec.graphs import Op, Role
 from autoprec.planning.activations import Activations
 from autoprec.planning.flow import Flow
+from autoprec.planning.standing import passing_bytes
 from autoprec.planning.values import Gemm, PlanTensor, Remaking, Unit, WeightRow
 from autoprec.plans import RECOMPUTED
 
@@ -57,7 +58,7 @@ class Products:
             stored_noise=tuple(stored.items()),
             gradient_noise=tuple(arriving.items()),
             seen_numel=self._places_read(op),
-            weight_bytes=sum(4 * s.numel for w in op.weights if (s := specs.get(f"param:{w}")) and s.requires_grad),
+            weight_bytes=passing_bytes(op, self._graph),
             upstream=upstream,
         )
 

@@ -65,13 +65,10 @@ class Tabulated:
         self._cast_table()
         self.constant = self._second * problem.constant_seconds
         change = np.zeros(2 * len(problem.ops) + 1, np.int64)
-        for moment, kept_from, size in problem.private:
-            change[kept_from] += size
-            change[problem.backward(moment) + 1] -= size
-            self.constant += self._byte * size if kept_from == moment else 0.0
-        for moment, size in problem.workspace:
-            change[moment] += size
-            change[moment + 1] -= size
+        self.constant += self._byte * sum(size for moment, first, size in problem.private if first == moment)
+        for first, last, size in problem.always_held():
+            change[first] += size
+            change[last + 1] -= size
         self.steady = problem.fixed_bytes + np.cumsum(change[:-1])
         for k, unit in enumerate(problem.units):
             self._unit(k, unit)

@@ -25,6 +25,7 @@ __all__ = [
     "Problem",
     "Remaking",
     "Saver",
+    "Standing",
     "Unit",
     "Use",
     "WeightRow",
@@ -208,7 +209,7 @@ class Gemm:
         out_numel: elements of gradient that arrive.
         variance: whose relative gradient variance arrives (index, see `GradientNode`).
         has_grad_input, has_grad_weight: which gradients are computed.
-        weight_bytes: of the gradients of its weight and bias, in FP32.
+        weight_bytes: of the gradients of its weight and bias, in FP32, where they are gone after it (see `Standing`).
         x_noise: by format, E‖δ∇W‖² per step of rounding x; `stored_noise` by storage, of keeping x in it.
         gradient_noise: by format, of rounding the gradient that arrives.
         upstream: E‖∇W‖²-like energy that relative variance of the arriving gradient multiplies.
@@ -263,6 +264,17 @@ class GradientNode:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Bytes of gradients that are held from one moment to another, both included, whatever the choice. `what` they
+    are, for people."""
+
+    what: str
+    first: int
+    last: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightRow:
     """The gradient criterion of one weight: the sum over its GEMMs is at most `limit` = noise² · `reference`.
 
@@ -290,8 +302,8 @@ class Problem:
         constant_seconds: of ops without a decision.
         fixed_bytes: parameters whose format is not decided, gradients, optimizer state and inputs.
         private: of ops without a decision, (moment, kept from, bytes): held from the second moment until the backward
-            moment of the first. Those of the first op may be gradients that entered at the outputs, kept until the step
-            is over.
+            moment of the first.
+        standing: gradients that stay.
         workspace: (moment, bytes) held only at that moment, whatever the choice.
         loss_limit: E(δL)² allowed, or None.
         budget_bytes: largest peak allowed, or None.
@@ -311,6 +323,7 @@ class Problem:
     constant_seconds: float
     fixed_bytes: int
     private: tuple[tuple[int, int, int], ...]
+    standing: tuple[Standing, ...] = ()
     workspace: tuple[tuple[int, int], ...]
     loss_limit: float | None
     budget_bytes: int | None
@@ -318,6 +331,12 @@ class Problem:
     seconds_scale: float
     bytes_scale: float
     loss_scale: float
+
+    def always_held(self) -> Iterator[tuple[int, int, int]]:
+        """(first moment, last moment, bytes) of what is held whatever the choice, without the fixed bytes."""
+        yield from ((first, self.backward(moment), size) for moment, first, size in self.private)
+        yield from ((held.first, held.last, held.bytes) for held in self.standing)
+        yield from ((moment, moment, size) for moment, size in self.workspace)
 
     def frozen_bytes(self, options: Sequence[int]) -> int:
         """Bytes of frozen parameters whose format is decided, under a choice of options."""

@@ -272,6 +272,8 @@ HEADER = mapping(
             gradient_bytes=COUNT,
             optimizer_bytes=COUNT,
             input_bytes=COUNT,
+            first_ops=TEXTS,
+            compiled={"type": "boolean"},
         ),
         "steps": COUNT,
         "tensors": items(mapping({"id": TEXT, "histograms": items(mapping({"part": one_of(PARTS), "bins": COUNT}))})),

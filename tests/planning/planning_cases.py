@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -234,9 +235,7 @@ class Maker:
                 seconds_per_element=float(rng.uniform(0.1, 2.0)) * (2e-8 if {a, b} & {*FP8} else 1e-7),
                 seconds_per_call=float(rng.uniform(0.0, 1.0)) * 1e-6,
             )
-            for a in storages
-            for b in storages
-            if a != b
+            for a, b in itertools.permutations(storages, 2)
         )
         return Device(name="made up", type="cpu", native=(*storages, "tf32"), timings=timings, casts=casts)
 
@@ -344,6 +343,9 @@ def random_case(seed: int, *, most: int = 256) -> Case:
         graph = with_frozen_weights(graph, last)
         frozen = STORAGES[int(last.integers(2, 4))]
         policy = policy.replaced(storage={"formats": policy.storage.formats, "frozen": frozen})
+    if (parts := np.random.default_rng([seed, 34])).random() < 0.3:
+        firsts = tuple(op.id for op in graph.ops if parts.random() < 0.3)
+        graph = dataclasses.replace(graph, compiled=True, first_ops=firsts)
     case = Case(graph, make.profile(graph), make.device(graph), policy, strided=bool(last.random() < 0.3))
     banned: set[tuple[str, str]] = set()
     while choices_count(problem := case.problem()) > most:
@@ -409,9 +411,7 @@ def modelled_device(graph: OpGraph) -> Device:
     size_of = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1}
     casts = tuple(
         CastTiming(source=a, target=b, seconds_per_element=(size_of[a] + size_of[b]) / 1e12, seconds_per_call=2e-6)
-        for a in size_of
-        for b in size_of
-        if a != b
+        for a, b in itertools.permutations(size_of, 2)
     )
     return Device(name="modelled", type="cuda", native=FORMATS, timings=found, casts=casts, source="modelled")
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autoprec.cli.command import BudgetText, DeviceFile, Json, PolicyName, command
+from autoprec.cli.command import BudgetText, Compiled, DeviceFile, Json, PolicyName, command
 
 __all__ = ["diff", "explain", "pareto", "plan"]
 
@@ -20,6 +20,7 @@ def plan(
     policy: PolicyName = "balanced",
     budget: BudgetText = None,
     device: DeviceFile = None,
+    compiled: Compiled = None,
     out: Annotated[Path, typer.Option("-o", "--out", help="Plan file to write.")] = Path("plan.yaml"),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and print, but write no file.")] = False,
     save_case: Annotated[
@@ -33,7 +34,9 @@ def plan(
     """
     from autoprec.cli.planning import write_offline_plan
 
-    return write_offline_plan(profile, policy, budget, device, None if dry_run else out, save_case, as_json=json)
+    return write_offline_plan(
+        profile, policy, budget, device, compiled, None if dry_run else out, save_case, as_json=json
+    )
 
 
 @command
@@ -76,6 +79,7 @@ def pareto(
     policy: PolicyName = "balanced",
     budget: BudgetText = None,
     device: DeviceFile = None,
+    compiled: Compiled = None,
     points: Annotated[int, typer.Option("--points", min=2, max=100, help="Budgets to plan for.")] = 8,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="SVG file to draw into.")] = None,
     json: Json = False,
@@ -87,4 +91,4 @@ def pareto(
     """
     from autoprec.cli.tradeoffs import show_tradeoffs
 
-    return show_tradeoffs(profile, policy, budget, device, points, out, as_json=json)
+    return show_tradeoffs(profile, policy, budget, device, compiled, points, out, as_json=json)

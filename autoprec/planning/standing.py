@@ -1,0 +1,45 @@
+"""Gradients that stay after the op whose backward pass made them, whatever the plan."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+
+from autoprec.graphs import Op, OpGraph
+from autoprec.planning.roots import Roots
+from autoprec.planning.values import Standing
+
+__all__ = ["passing_bytes", "standing"]
+
+
+def passing_bytes(op: Op, graph: OpGraph) -> int:
+    """Bytes of the FP32 gradients of an op's parameters: made beside those that are there, added to them, and gone. A
+    compiled graph holds its own until its end (`standing`)."""
+    return 0 if graph.compiled else _bytes(op.weights, graph)
+
+
+def _bytes(weights: Iterable[str], graph: OpGraph) -> int:
+    specs = [graph.tensor_by_id.get(f"param:{w}") for w in weights]
+    return sum(4 * spec.numel for spec in specs if spec is not None and spec.requires_grad)
+
+
+def standing(graph: OpGraph, roots: Roots) -> Iterator[Standing]:
+    """The gradients that enter at the outputs, kept until the step is over, to replay it; and those of the weights of a
+    compiled graph, which it gives all at once."""
+    moment, end = {op.id: i for i, op in enumerate(graph.ops)}, 2 * len(graph.ops) - 1
+    for t in graph.tensors:
+        producer = graph.producer.get(roots.root_of[t.id])
+        if t.is_output and t.is_float32 and t.requires_grad and producer is not None:
+            first = end + 1 - moment[producer]  # before, it is there as the gradient of the tensor
+            if first <= end:
+                yield Standing(what="gradients of the outputs", first=first, last=end, bytes=4 * t.numel)
+    starts = sorted(moment[op] for op in graph.first_ops if op in moment)
+    known: set[str] = set()
+    for op in reversed(graph.ops if graph.compiled else ()):
+        new = set(op.weights) - known  # what several ops read has one gradient
+        known |= new
+        if size := _bytes(new, graph):
+            first = moment[op.id]
+            begin = starts[k - 1] if (k := bisect_right(starts, first)) else 0
+            what = f"gradients of the weights of {op.id}"
+            yield Standing(what=what, first=end - first, last=end - begin, bytes=size)
