@@ -113,8 +113,12 @@ def test_a_plan_in_bf16_uses_them_and_draws_what_the_model_draws() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_bits_of_many_pieces_are_the_bits_of_all(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("threads", [0, 4], ids=["torch", "numba"])
+def test_bits_of_many_pieces_are_the_bits_of_all(
+    dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Piece by piece, the last one neither whole nor full bytes: relu's gradient, and what dropout let through."""
+    monkeypatch.setattr("autoprec.numerics.elements.MOST_THREADS", threads)
     numel = 2 * piece_numel(torch.empty(0)) + 1003
     x = torch.randn(numel, dtype=dtype).requires_grad_()
     g = torch.randn(numel, dtype=dtype)

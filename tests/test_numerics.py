@@ -68,6 +68,7 @@ def test_packing_piece_by_piece_is_packing_at_once(dtype: torch.dtype, monkeypat
         at_once = encode(x, "fp8_e4m3")
         with monkeypatch.context() as patch:
             patch.setattr("autoprec.numerics.packing._CPU_PIECE", 11)
+            patch.setattr("autoprec.numerics.elements.MOST_THREADS", 0)
             pieces = encode(x, "fp8_e4m3")
             assert torch.equal(pieces.payload, at_once.payload) and pieces.payload.stride() == at_once.payload.stride()
             found = decode(pieces, dtype)

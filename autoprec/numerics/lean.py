@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autoprec.numerics import elements
 from autoprec.numerics.compilers import is_traced
 from autoprec.numerics.double_backward import refuse_double_backward
 from autoprec.numerics.packing import pack_bits, piece_numel, unpack_bits
@@ -35,6 +36,8 @@ def _bits(x: Tensor) -> Tensor:
     """One bit per element: where x is not zero. Piece by piece, so that what is made on the way stays small."""
     if is_traced(x):
         return pack_bits(_is_not_zero(x))
+    if elements.serve(x):
+        return elements.nonzero_bits(x)
     return torch.cat([pack_bits(_is_not_zero(part)) for part in x.reshape(-1).split(piece_numel(x))])
 
 
@@ -46,6 +49,8 @@ def _masked(x: Tensor, bits: Tensor) -> Tensor:
         return result
     if is_traced(x):
         return torch.where(unpack_bits(bits, x.shape), x, 0.0)
+    if elements.serve(x):
+        return elements.where_set(x, bits)
     numel = piece_numel(x)
     flat = x.contiguous().view(_INTEGER[x.element_size()]).view(-1)
     made = torch.empty_like(flat)

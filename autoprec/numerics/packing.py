@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from autoprec.formats import Format, format_named
+from autoprec.numerics import elements
 from autoprec.numerics.compilers import is_traced, made_in_backward
 from autoprec.numerics.dtypes import dtype_of, has_dtype
 from autoprec.numerics.rounding import from_codes, rounded, to_codes
@@ -74,9 +75,8 @@ def _scales_of(amax: Tensor, max_value: float) -> tuple[Tensor, Tensor]:
     return scale, torch.where(amax.isfinite(), 1.0 / scale, torch.full_like(amax, float("nan")))
 
 
-def _scale_of(amax: Tensor, max_value: float) -> tuple[float, Tensor]:
+def _scale_of(value: float, max_value: float) -> tuple[float, Tensor]:
     """The same of one number that can be looked at: what `_scales_of` takes a dozen calls of torch for."""
-    value = float(amax)
     if not math.isfinite(value):
         return 1.0, torch.tensor(math.nan)
     mantissa, exponent = math.frexp(value)
@@ -96,6 +96,9 @@ def encode(x: Tensor, format_name: str, *, rowwise: bool = False) -> Packed:
         x = x.detach()
         if not fmt.scaled:
             return Packed(x.to(dtype_of(fmt.name)), None, fmt.name)
+        if fmt.name == "fp8_e4m3" and not rowwise and elements.serve(x):
+            factor, inverse = _scale_of(elements.largest_magnitude(x), fmt.max_value)
+            return Packed(elements.to_e4m3(x, factor), inverse, fmt.name)
         amax = amax_of(x, rowwise=rowwise)
         scale, inverse = _scaling(x, amax, fmt.max_value)
         if is_traced(x):
@@ -114,7 +117,7 @@ def _scaling(x: Tensor, amax: Tensor, max_value: float) -> tuple[Tensor | float,
     if is_traced(x):
         scale, inverse = _traced_scales(amax, max_value)
         return scale, inverse
-    return _scales_of(amax, max_value) if amax.dim() else _scale_of(amax, max_value)
+    return _scales_of(amax, max_value) if amax.dim() else _scale_of(float(amax), max_value)
 
 
 def _inside(x: Tensor, scale: Tensor | float, fmt: Format) -> Tensor:
@@ -153,6 +156,10 @@ def decode(packed: Packed, dtype: torch.dtype) -> Tensor:
             return _decoded(packed, fmt, dtype)
     if packed.inverse_scale is None:
         return packed.payload.to(dtype)
+    if fmt.name == "fp8_e4m3" and not packed.inverse_scale.dim() and elements.serve(packed.payload):
+        made = elements.from_e4m3(packed.payload, float(packed.inverse_scale), dtype)
+        if made is not None:
+            return made
     if dtype is torch.bfloat16:
         return _in_bfloat16(packed.payload, fmt, packed.inverse_scale)
     out = torch.empty_like(packed.payload, dtype=dtype)

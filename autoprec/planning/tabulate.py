@@ -65,9 +65,9 @@ class Tabulated:
         self._cast_table()
         self.constant = self._second * problem.constant_seconds
         change = np.zeros(2 * len(problem.ops) + 1, np.int64)
-        self.constant += self._byte * sum(size for moment, first, size in problem.private if first == moment)
-        for first, last, size in problem.always_held():
-            change[first] += size
+        self.constant += self._byte * sum(size for moment, since, size in problem.private if since == moment)
+        for begin, last, size in problem.always_held():
+            change[begin] += size
             change[last + 1] -= size
         self.steady = problem.fixed_bytes + np.cumsum(change[:-1])
         for k, unit in enumerate(problem.units):

@@ -1,0 +1,106 @@
+"""What is done to each element of a CPU tensor in one pass, where numba is installed (`loops`).
+
+torch runs its passes on all threads, and one thread of ours is as fast as about five of those
+(docs/measurements/pieces.md): with more threads than `MOST_THREADS` torch's passes serve.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from autoprec.numerics.compilers import is_traced
+
+__all__ = [
+    "MOST_THREADS",
+    "from_e4m3",
+    "is_installed",
+    "largest_magnitude",
+    "nonzero_bits",
+    "serve",
+    "to_e4m3",
+    "where_set",
+]
+
+MOST_THREADS = 4
+
+#: torch's integers for the bits of floats by their size, those without the sign, and the BF16 and FP32 of our names.
+_BITS = {2: torch.uint16, 4: torch.uint32}
+_MAGNITUDE = {2: np.uint16(0x7FFF), 4: np.uint32(0x7FFFFFFF)}
+
+#: Down to this scale, every E4M3 number times it is one of BF16's normal numbers.
+_LEAST_SCALE = 2.0**-117
+
+
+@cache
+def is_installed() -> bool:
+    """Whether numba is."""
+    return importlib.util.find_spec("numba") is not None
+
+
+@cache
+def _loops() -> Any:
+    return importlib.import_module("autoprec.numerics.loops")  # takes half a second, and a CPU
+
+
+def serve(x: Tensor) -> bool:
+    """Whether the functions below take `x`, of BF16, FP32 or bytes."""
+    return (
+        is_installed()
+        and x.device.type == "cpu"
+        and not is_traced(x)
+        and x.is_contiguous()
+        and x.dtype in (torch.bfloat16, torch.float32, torch.uint8)
+        and torch.get_num_threads() <= MOST_THREADS
+    )
+
+
+def _array(x: Tensor) -> Any:
+    """Its memory as a flat array of bits."""
+    flat = x.detach().view(-1)
+    return (flat if x.dtype is torch.uint8 else flat.view(_BITS[x.element_size()])).numpy()
+
+
+def largest_magnitude(x: Tensor) -> float:
+    """Of BF16 or FP32 numbers; NaN if there is one, 0 of none."""
+    size = x.element_size()
+    bits = int(_loops().largest(_array(x), _MAGNITUDE[size]))
+    return float(np.uint32(bits << 16 if size == 2 else bits).view(np.float32))
+
+
+def to_e4m3(x: Tensor, scale: float) -> Tensor:
+    """x · scale (BF16 or FP32, within E4M3's range) as E4M3 bytes of x's shape, to nearest, ties to even."""
+    payload = torch.empty_like(x, dtype=torch.uint8, requires_grad=False)
+    loop = _loops().encode_e4m3_bf16 if x.dtype is torch.bfloat16 else _loops().encode_e4m3_fp32
+    loop(_array(x), _array(payload), np.float32(scale))
+    return payload
+
+
+def from_e4m3(payload: Tensor, scale: float, dtype: torch.dtype) -> Tensor | None:
+    """E4M3 bytes times a power of two (or NaN), exactly, as BF16 or FP32; None where that needs rounding."""
+    if dtype not in (torch.bfloat16, torch.float32) or scale < _LEAST_SCALE:
+        return None
+    made = torch.empty_like(payload, dtype=dtype)
+    loop = _loops().decode_e4m3_bf16 if dtype is torch.bfloat16 else _loops().decode_e4m3_fp32
+    loop(_array(payload), _array(made), np.float32(scale))
+    return made
+
+
+def nonzero_bits(x: Tensor) -> Tensor:
+    """One bit per BF16 or FP32 number, eight to a byte, big end first: whether it is neither 0 nor −0."""
+    packed = torch.zeros(-(-x.numel() // 8), dtype=torch.uint8)
+    (_loops().bits16 if x.element_size() == 2 else _loops().bits32)(_array(x), _array(packed))
+    return packed
+
+
+def where_set(x: Tensor, packed: Tensor) -> Tensor:
+    """BF16 or FP32 numbers where their bit is set, 0 elsewhere, whatever is there."""
+    made = torch.empty_like(x, requires_grad=False)
+    _loops().masked(_array(x), _array(packed), _array(made))
+    return made
