@@ -28,9 +28,21 @@ def show_doctor(*, as_json: bool) -> int:
         "torch": torch_version,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
+        "packing": _packing(),
         "devices": [device_data(d) for d in devices],
     }
-    head = Text("\n".join(f"{name:9}{data[name]}" for name in ("autoprec", "torch", "python", "threads")))
+    head = Text("\n".join(f"{name:9}{data[name]}" for name in ("autoprec", "torch", "python", "threads", "packing")))
     tables = [table(d) for d in devices for table in (support_table, casts_table)]
     show(data, head, *tables, as_json=as_json)
     return 0
+
+
+def _packing() -> str:
+    """What packs tensors on the CPU."""
+    from importlib.metadata import version
+
+    from autoprec.numerics import elements
+
+    if elements.is_installed():
+        return f"numba {version('numba')}, with up to {elements.MOST_THREADS} threads"
+    return "torch; numba is several times as fast: pip install numba"

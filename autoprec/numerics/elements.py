@@ -1,6 +1,6 @@
 """What is done to each element of a CPU tensor in one pass, where numba is installed (`loops`).
 
-torch runs its passes on all threads, and one thread of ours is as fast as about five of those
+torch runs its passes on all threads, and one thread of ours is as fast as three to seven of those
 (docs/measurements/pieces.md): with more threads than `MOST_THREADS` torch's passes serve.
 """
 
@@ -34,8 +34,9 @@ MOST_THREADS = 4
 _BITS = {2: torch.uint16, 4: torch.uint32}
 _MAGNITUDE = {2: np.uint16(0x7FFF), 4: np.uint32(0x7FFFFFFF)}
 
-#: Down to this scale, every E4M3 number times it is one of BF16's normal numbers.
-_LEAST_SCALE = 2.0**-117
+#: Down to this scale, what E4M3 has, multiples of 2^-9 with four significant bits, are numbers of BF16 times it:
+#: multiples of 2^-133.
+_LEAST_SCALE = 2.0**-124
 
 
 @cache

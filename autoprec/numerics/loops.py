@@ -76,7 +76,7 @@ def _from_e4m3(code: Any) -> Any:
 
 @_loop
 def decode_e4m3_bf16(payload: Any, bits: Any, scale: Any) -> None:
-    """E4M3 times `scale`, a power of two of at least 2^-117 or NaN, as BF16, which has the result."""
+    """E4M3 times `scale`, a power of two of at least 2^-124 or NaN, as BF16, which has the result."""
     for i in range(payload.size):
         bits[i] = U16(F32(_from_e4m3(payload[i]) * scale).view(U32) >> U32(16))
 

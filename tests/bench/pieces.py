@@ -16,7 +16,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from autoprec.numerics import gemm, lean, norms, packing, pooling
+from autoprec.numerics import elements, gemm, lean, norms, packing, pooling
 from tests.bench.measure import one_thread
 
 ROUNDS = 31
@@ -35,6 +35,26 @@ def times(call: Callable[[], object], use: Callable[[int], None]) -> dict[int, t
             taken[size].append(time.perf_counter() - begin)
     quartiles = {size: statistics.quantiles(t[1:], n=4) for size, t in taken.items()}
     return {size: (q[0], q[1], q[2]) for size, q in quartiles.items()}
+
+
+def by_whom() -> None:
+    """Each by numba's single pass and by torch's passes."""
+    x = torch.randn(1 << SIZES[-1])
+    for dtype in (torch.bfloat16, torch.float32):
+        y = x.to(dtype)
+        packed, bits = packing.encode(y, "fp8_e4m3"), lean._bits(torch.relu(y))
+        calls: dict[str, Callable[[], object]] = {
+            "to E4M3": partial(packing.encode, y, "fp8_e4m3"),
+            "from E4M3": partial(packing.decode, packed, dtype),
+            "bits of": partial(lean._bits, y),
+            "masked": torch.no_grad()(partial(lean._masked, y, bits)),
+        }
+        for name, call in calls.items():
+            told = f"{name} {str(dtype).removeprefix('torch.')}"
+            for who, most in (("numba", 4), ("torch", 0)):
+                elements.MOST_THREADS = most
+                a, m, b = next(iter(times(call, lambda size: None).values()))
+                print(f"{told:26} {who:17} {m * 1e3:6.2f} ({a * 1e3:.2f}-{b * 1e3:.2f})", flush=True)
 
 
 def pack_in(size: int) -> None:
@@ -112,7 +132,10 @@ def main() -> None:
         ("sums over rows, BF16", lambda: gemm._channel_sums(rows, "fp32"), sum_in),
         ("the same, rounded to BF16", lambda: gemm._channel_sums(rows, "bf16"), sum_in),
     ]
-    print(f"{wide.numel()} elements; milliseconds, median (quartiles), by elements of a piece")
+    print(f"{wide.numel()} elements; milliseconds, median (quartiles)")
+    with one_thread():
+        by_whom()
+    print("\nby torch, by elements of a piece")
     print(f"{'':26}" + "".join(f"{1 << size:>20,}" for size in SIZES), flush=True)
     with one_thread():
         for name, call, use in cases:
