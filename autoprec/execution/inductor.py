@@ -18,12 +18,13 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoprec.errors import UnsupportedError
 from autoprec.execution.checking import CheckingInterpreter
+from autoprec.execution.dry_run import peak_bytes_of
 from autoprec.execution.lowering import Compiled, KeptTensor
 from autoprec.numerics.compilers import OF_TENSOR
 from autoprec.numerics.dtypes import dtype_of, has_dtype
@@ -79,24 +80,35 @@ class Inductor:
 
     def _compile(self, examples: Sequence[Any]) -> Callable[..., Any]:
         partitioner = Partitioner(self._narrow())
+        passes: list[tuple[Any, Sequence[Any], list[bool]]] = []
+
+        def compile_pass(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+            names = [n.name for n in graph.graph.nodes if n.op == "placeholder"]
+            made = compile_fx_inner(graph, inputs, **options)
+            # Parameters, buffers and inputs stay; what the forward pass kept is let go of.
+            passes.append((made, inputs, [not name.startswith("primals_") for name in names]))
+            return made
+
         begin = time.perf_counter()
         try:
             with (
                 inductor_config.patch(custom_partitioner_fn=partitioner, **_OPTIONS),
                 functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
             ):
-                run = compile_fx(self._labelled(), list(examples))
+                run = compile_fx(self._labelled(), list(examples), inner_compile=compile_pass)
         except Exception as error:
             what = " ".join(str(error).split())[:300]
             raise UnsupportedError(
                 f"inductor does not compile the graph of {self._name} under this plan: {what}; use backend='eager'"
             ) from error
+        peaks = [peak_bytes_of(getattr(made, "current_callable", None), *given) for made, *given in passes]
         self.compiled.append(
             Compiled(
                 first_op=self._name,
                 plan="" if self._plan is None else self._plan.fingerprint,
                 seconds=time.perf_counter() - begin,
                 kept=partitioner.kept,
+                peak_bytes=None if None in peaks else max((p for p in peaks if p is not None), default=0),
             )
         )
         return run

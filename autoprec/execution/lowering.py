@@ -49,12 +49,15 @@ class Compiled:
         plan: fingerprint of the plan, "" for the graph as it was captured.
         seconds: that it took, forward and backward.
         kept: see there; empty for a graph without backward pass.
+        peak_bytes: predicted from the generated code: most that the forward or the backward pass holds at once,
+            parameters and inputs aside, gradients included. None where that is not known.
     """
 
     first_op: str
     plan: str
     seconds: float
     kept: tuple[KeptTensor, ...]
+    peak_bytes: int | None = None
 
     @property
     def kept_bytes(self) -> int:

@@ -23,15 +23,17 @@ __all__ = [
     "is_installed",
     "largest_magnitude",
     "nonzero_bits",
+    "packed_bools",
     "serve",
     "to_e4m3",
+    "unpacked_bools",
     "where_set",
 ]
 
 MOST_THREADS = 4
 
 #: torch's integers for the bits of floats by their size, those without the sign, and the BF16 and FP32 of our names.
-_BITS = {2: torch.uint16, 4: torch.uint32}
+_BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 _MAGNITUDE = {2: np.uint16(0x7FFF), 4: np.uint32(0x7FFFFFFF)}
 
 #: Down to this scale, what E4M3 has, multiples of 2^-9 with four significant bits, are numbers of BF16 times it:
@@ -51,13 +53,13 @@ def _loops() -> Any:
 
 
 def serve(x: Tensor) -> bool:
-    """Whether the functions below take `x`, of BF16, FP32 or bytes."""
+    """Whether the functions below take `x`, of BF16, FP32, bytes or booleans."""
     return (
         is_installed()
         and x.device.type == "cpu"
         and not is_traced(x)
         and x.is_contiguous()
-        and x.dtype in (torch.bfloat16, torch.float32, torch.uint8)
+        and x.dtype in (torch.bfloat16, torch.float32, torch.uint8, torch.bool)
         and torch.get_num_threads() <= MOST_THREADS
     )
 
@@ -65,7 +67,7 @@ def serve(x: Tensor) -> bool:
 def _array(x: Tensor) -> Any:
     """Its memory as a flat array of bits."""
     flat = x.detach().view(-1)
-    return (flat if x.dtype is torch.uint8 else flat.view(_BITS[x.element_size()])).numpy()
+    return flat.view(_BITS[x.element_size()]).numpy()
 
 
 def largest_magnitude(x: Tensor) -> float:
@@ -98,6 +100,20 @@ def nonzero_bits(x: Tensor) -> Tensor:
     packed = torch.zeros(-(-x.numel() // 8), dtype=torch.uint8)
     (_loops().bits16 if x.element_size() == 2 else _loops().bits32)(_array(x), _array(packed))
     return packed
+
+
+def packed_bools(mask: Tensor) -> Tensor:
+    """Booleans, eight to a byte, big end first."""
+    packed = torch.zeros(-(-mask.numel() // 8), dtype=torch.uint8)
+    _loops().pack(_array(mask), _array(packed))
+    return packed
+
+
+def unpacked_bools(packed: Tensor, count: int) -> Tensor:
+    """The first so many booleans of packed ones."""
+    mask = torch.empty(count, dtype=torch.bool)
+    _loops().unpack(_array(packed), _array(mask))
+    return mask
 
 
 def where_set(x: Tensor, packed: Tensor) -> Tensor:

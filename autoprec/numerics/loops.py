@@ -20,6 +20,8 @@ __all__ = [
     "encode_e4m3_fp32",
     "largest",
     "masked",
+    "pack",
+    "unpack",
 ]
 
 U8, U16, U32, F32 = np.uint8, np.uint16, np.uint32, np.float32
@@ -112,6 +114,31 @@ def bits32(numbers: Any, packed: Any) -> None:
         packed[k] = byte
     for i in range(8 * whole, numbers.size):
         packed[whole] |= U8(U8(U32(numbers[i] & U32(0x7FFFFFFF)) != 0) << U8(7 - i % 8))
+
+
+@_loop
+def pack(bools: Any, packed: Any) -> None:
+    """Bytes that are 0 or 1, eight to a byte, big end first."""
+    whole = bools.size // 8
+    for k in range(whole):
+        byte = U8(0)
+        for j in range(8):
+            byte = U8(U8(byte << U8(1)) | bools[8 * k + j])
+        packed[k] = byte
+    for i in range(8 * whole, bools.size):
+        packed[whole] |= U8(bools[i] << U8(7 - i % 8))
+
+
+@_loop
+def unpack(packed: Any, bools: Any) -> None:
+    """The bytes that `pack` was given."""
+    whole = bools.size // 8
+    for k in range(whole):
+        byte = packed[k]
+        for j in range(8):
+            bools[8 * k + j] = U8(U8(byte >> U8(7 - j)) & U8(1))
+    for i in range(8 * whole, bools.size):
+        bools[i] = U8(U8(packed[whole] >> U8(7 - i % 8)) & U8(1))
 
 
 @_loop

@@ -228,12 +228,18 @@ def _shifts(like: Tensor) -> Tensor:
 
 
 def _pack_on_cpu(flat: Tensor) -> Tensor:
-    return _traced_pack(flat) if is_traced(flat) else torch.from_numpy(np.packbits(flat.numpy()))
+    if is_traced(flat):
+        return _traced_pack(flat)
+    if elements.serve(flat):
+        return elements.packed_bools(flat)
+    return torch.from_numpy(np.packbits(flat.numpy())).clone()  # what is kept is to be the allocator's
 
 
 def _unpack_on_cpu(packed: Tensor, count: int) -> Tensor:
     if is_traced(packed):
         return _traced_unpack(packed, count)
+    if elements.serve(packed):
+        return elements.unpacked_bools(packed, count)
     return torch.from_numpy(np.unpackbits(packed.numpy(), count=count)).view(torch.bool)
 
 

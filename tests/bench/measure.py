@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,12 +88,13 @@ class Calibrated:
         autoprec.unwrap(model)
         return plan
 
-    def proposals(self, policy: str, **changes: Any) -> Proposals:
+    def proposals(self, policy: str, *, compiled: bool = False, **changes: Any) -> Proposals:
         """What the planner proposes from the calibration, nothing run."""
         from autoprec.planning.planner import ask, propose
 
         chosen = load_policy(policy).replaced(**changes)
-        return propose(ask(self.session.graph, self.session.profile, self.device, chosen))
+        graph = replace(self.session.graph, compiled=compiled)
+        return propose(ask(graph, self.session.profile, self.device, chosen))
 
     def tight_percent(self) -> int:
         """60 where a plan fits 60 % of what precision can change, else the next twentieth where one does: CPUs that
