@@ -2,8 +2,8 @@
 memory.
 
 What torch's compiler generates for a graph is Python that allocates, calls kernels and lets go. Here the same code runs
-on meta tensors, so what it allocates is counted as it will be, reuse and order of the kernels included. What torch's
-convolutions take for themselves is measured, on zeros.
+on meta tensors, so what it allocates is counted as it will be, reuse and order of the kernels included. What kernels of
+torch (products, convolutions, attention) take for themselves is measured, each once, on zeros.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -22,13 +23,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoprec.execution.measuring import workspace_bytes
 
-__all__ = ["peak_bytes_of"]
+__all__ = ["DryRun", "dry_run"]
 
 
-def peak_bytes_of(code: Callable[..., Any], inputs: Sequence[Any], owned: Sequence[bool]) -> int | None:
-    """Most bytes that a call of generated code on such `inputs` holds at once, results and those inputs among them that
-    it is given to own (and lets go of when it has read them last). None where nobody can tell: on other devices than
-    CPUs, and where an op of it says nothing about its results.
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """What a call would do.
+
+    Attributes:
+        peak_bytes: most that it holds at once, its results among it.
+        own: of each result, whether it has memory of its own; what the inputs own is not.
+    """
+
+    peak_bytes: int
+    own: tuple[bool, ...]
+
+
+def dry_run(code: Callable[..., Any], inputs: Sequence[Any], owned: Sequence[bool]) -> DryRun | None:
+    """A call of generated code on such `inputs`; those that it is given to own count, until it lets go of them. None
+    where nobody can tell: on other devices than CPUs, and where an op of it says nothing about its results.
     """
     function = getattr(code, "__func__", None)
     if not isinstance(code, MethodType) or not isinstance(function, FunctionType):
@@ -39,26 +52,42 @@ def peak_bytes_of(code: Callable[..., Any], inputs: Sequence[Any], owned: Sequen
         return None
     held = _Held()
     arguments: list[Any] = []
+    storages: dict[int, torch.UntypedStorage] = {}  # some are views of the same tensor
     for x, own in zip(inputs, owned, strict=True):
         if isinstance(x, Tensor):
-            x = torch.empty_strided(_ints(x.shape), _ints(x.stride()), dtype=x.dtype, device="meta")
+            x = _without_memory(x, storages)
             if own:
                 held.count(x)
-        arguments.append(int(x) if isinstance(x, torch.SymInt) else x)
-    others = [x for x, own in zip(arguments, owned, strict=True) if not own]  # whose they are, they stay
+        arguments.append(_int(x) if isinstance(x, torch.SymInt) else x)
+    storages.clear()
+    stay = [x for x, own in zip(arguments, owned, strict=True) if not own and isinstance(x, Tensor)]
     names = {name: _without_kernels(name, value, held) for name, value in function.__globals__.items()}
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     try:
         with torch.no_grad(), held:
             results = made(code.__self__, arguments)
-    except (RuntimeError, TypeError, ValueError):
+        there = {x.untyped_storage()._cdata for x in stay}
+        own = tuple(isinstance(y, Tensor) and y.untyped_storage()._cdata not in there for y in results)
+        del results, stay
+        return DryRun(peak_bytes=held.peak(), own=own)
+    except (RuntimeError, TypeError, ValueError, IndexError):  # whatever an op says of layouts that it cannot work on
         return None
-    del results, others
-    return held.peak()
 
 
-def _ints(sizes: Sequence[int | torch.SymInt]) -> list[int]:
-    return [n if isinstance(n, int) else int(n.node.hint) for n in sizes]
+def _without_memory(x: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    """A meta tensor like `x`; those of one storage have one."""
+    storage = x.untyped_storage()
+    there = storages.get(storage._cdata)
+    if there is None:
+        made = torch.empty(_int(storage.nbytes()), dtype=torch.uint8, device="meta").untyped_storage()
+        there = storages.setdefault(storage._cdata, made)
+    shape, stride = (tuple(map(_int, sizes)) for sizes in (x.shape, x.stride()))
+    return torch.empty(0, dtype=x.dtype, device="meta").set_(there, _int(x.storage_offset()), shape, stride)
+
+
+def _int(size: int | torch.SymInt) -> int:
+    """A size as it was at the first call."""
+    return size if isinstance(size, int) else int(size.node.hint)
 
 
 def _without_kernels(name: str, value: Any, held: _Held) -> Any:
@@ -76,10 +105,6 @@ def _nothing(*arguments: Any, **options: Any) -> None:
     """In the place of a kernel, and of checks of layouts that meta tensors do not have."""
 
 
-#: torch's kernels with a workspace that counts: a megabyte for the suite's convolutions, a few bytes for products.
-_WITH_WORKSPACE = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
-
-
 class _Held(TorchDispatchMode):
     """Bytes of the storages of tensors that are alive, of those that it was told of and of all results."""
 
@@ -87,13 +112,13 @@ class _Held(TorchDispatchMode):
         super().__init__()
         self._users: Counter[int] = Counter()
         self._now = self._most = 0
-        #: By call of a kernel with a workspace, as text: the call, and the most that was held beside the workspace.
-        self._kernels: dict[str, tuple[Callable[[], object], int]] = {}
+        #: By call of a kernel, as text: what measures its workspace, and the most that was held beside it.
+        self._kernels: dict[str, tuple[Callable[[], int], int]] = {}
 
     def peak(self) -> int:
         """Most bytes at once."""
-        with_workspace = [held + workspace_bytes(run, torch.device("cpu")) for run, held in self._kernels.values()]
-        return max(self._most, *with_workspace, 0)
+        with torch.random.fork_rng(devices=()), torch.no_grad():
+            return max(self._most, *(held + workspace() for workspace, held in self._kernels.values()), 0)
 
     def count(self, x: Tensor) -> Tensor:
         """Count its storage while it lives."""
@@ -116,10 +141,11 @@ class _Held(TorchDispatchMode):
         for x in pytree.tree_leaves(result):
             if isinstance(x, Tensor) and id(x) not in before:
                 self.count(x)
-        if func in _WITH_WORKSPACE:
-            key = f"{func} {pytree.tree_map_only(Tensor, _layout, args)}"
+        if not func.is_view and "empty" not in func.name():
+            call = pytree.tree_map_only(Tensor, _layout, (args, kwargs or {}))
+            key = f"{func} {call}"
             held = max(self._now, self._kernels[key][1]) if key in self._kernels else self._now
-            self._kernels[key] = partial(_run_on_zeros, func, pytree.tree_map_only(Tensor, _layout, args)), held
+            self._kernels[key] = partial(_workspace, func, *call), held
         return result
 
 
@@ -133,8 +159,11 @@ def _layout(x: Tensor) -> _Layout:
     return _Layout(x.shape, x.stride(), x.dtype)
 
 
-def _run_on_zeros(func: Any, args: Any) -> object:
+def _workspace(kernel: Any, args: Any, kwargs: Any) -> int:
+    """Bytes that a kernel takes for itself: of zeros of these layouts."""
+
     def zeros(x: Any) -> Any:
         return torch.empty_strided(x.shape, x.stride, dtype=x.dtype).zero_() if isinstance(x, _Layout) else x
 
-    return func(*pytree.tree_map(zeros, args, is_leaf=lambda x: isinstance(x, _Layout)))
+    positional, named = pytree.tree_map(zeros, (args, kwargs), is_leaf=lambda x: isinstance(x, _Layout))
+    return workspace_bytes(lambda: kernel(*positional, **named), torch.device("cpu"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from autoprec.errors import UnsupportedError
 from autoprec.execution.checking import CheckingInterpreter
-from autoprec.execution.dry_run import peak_bytes_of
+from autoprec.execution.dry_run import dry_run
 from autoprec.execution.lowering import Compiled, KeptTensor
 from autoprec.numerics.compilers import OF_TENSOR
 from autoprec.numerics.dtypes import dtype_of, has_dtype
@@ -80,14 +80,14 @@ class Inductor:
 
     def _compile(self, examples: Sequence[Any]) -> Callable[..., Any]:
         partitioner = Partitioner(self._narrow())
-        passes: list[tuple[Any, Sequence[Any], list[bool]]] = []
+        passes: list[_Pass] = []
 
         def compile_pass(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-            names = [n.name for n in graph.graph.nodes if n.op == "placeholder"]
-            made = compile_fx_inner(graph, inputs, **options)
-            # Parameters, buffers and inputs stay; what the forward pass kept is let go of.
-            passes.append((made, inputs, [not name.startswith("primals_") for name in names]))
-            return made
+            names = tuple(n.name for n in graph.graph.nodes if n.op == "placeholder")
+            results = tuple(n.name if isinstance(n, fx.Node) else "" for n in _results(graph))
+            code = compile_fx_inner(graph, inputs, **options)
+            passes.append(_Pass(getattr(code, "current_callable", None), inputs, names, results))
+            return code
 
         begin = time.perf_counter()
         try:
@@ -101,14 +101,13 @@ class Inductor:
             raise UnsupportedError(
                 f"inductor does not compile the graph of {self._name} under this plan: {what}; use backend='eager'"
             ) from error
-        peaks = [peak_bytes_of(getattr(made, "current_callable", None), *given) for made, *given in passes]
         self.compiled.append(
             Compiled(
                 first_op=self._name,
                 plan="" if self._plan is None else self._plan.fingerprint,
                 seconds=time.perf_counter() - begin,
                 kept=partitioner.kept,
-                peak_bytes=None if None in peaks else max((p for p in peaks if p is not None), default=0),
+                peak_bytes=_peak_bytes(passes),
             )
         )
         return run
@@ -135,6 +134,30 @@ class Inductor:
         if self._rewritten is None:
             return _labelled(template.module, template.flat.origin, self._binding.tensor_id)
         return _labelled(self._rewritten.module, self._rewritten.origin, self._binding.tensor_id)
+
+
+class _Pass(NamedTuple):
+    """The generated code of one pass, examples of its inputs, and the names of its inputs and results."""
+
+    code: Any
+    inputs: Sequence[Any]
+    names: Sequence[str]
+    results: Sequence[str]
+
+
+def _peak_bytes(passes: Sequence[_Pass]) -> int | None:
+    """Most that one of the passes holds at once; None where that is not known."""
+    own: dict[str, bool] = {}
+    most = 0
+    for one in passes:
+        # Parameters, buffers and inputs stay; what the forward pass kept, copies of them in another layout among it, is
+        # the backward pass's to let go of.
+        run = dry_run(one.code, one.inputs, [own.get(n, not n.startswith("primals_")) for n in one.names])
+        if run is None:
+            return None
+        own |= zip(one.results, run.own, strict=True)
+        most = max(most, run.peak_bytes)
+    return most
 
 
 def _labelled(

@@ -5,10 +5,10 @@ inductor, on four batches, in what the plan's own rounding changes of FP32's; wh
 backward pass beside the storages that the plan names; peaks of both, as predicted (of the compiled step by the planner,
 and from the generated code) and measured; compile seconds. With --rivals the plan, compiled, against torch.compile with
 autocast and torch's own means to save memory: FP8 for kept tensors by size (inductor's activation quantization) and
-recomputation under `activation_memory_budget`. Time in turn, one thread. Exit code 1 where the two lowerings are further
-apart than what rounding changes, where a tensor is kept beside its storage, where the peak of either lowering is more
-than 5 % off what is predicted (of the compiled one, from its code), and, with --rivals on the transformer and the
-convolutional network, where torch's FP8 has the smaller gradient error at no higher peak, or its recomputation the
+recomputation under `activation_memory_budget`. Time in turn, one thread. Exit code 1 where the two lowerings are
+further apart than what rounding changes, where a tensor is kept beside its storage, where the peak of either lowering
+is more than 5 % off what is predicted (of the compiled one, from its code), and, with --rivals on the transformer and
+the convolutional network, where torch's FP8 has the smaller gradient error at no higher peak, or its recomputation the
 smaller step time.
 """
 
