@@ -15,6 +15,8 @@ from autoprec.execution.dry_run import dry_run
 from autoprec.execution.measuring import peak_bytes
 from autoprec.planning.planner import ask, propose
 from autoprec.planning.problem import fixed_bytes
+from autoprec.planning.roots import resolve_roots
+from autoprec.planning.standing import standing
 from autoprec.serial import load_policy
 
 CPU = torch.device("cpu")

@@ -293,10 +293,10 @@ def test_a_contestant_that_does_not_compile_is_not_adopted(monkeypatch: pytest.M
     """The race goes on without it, and says why."""
     compiler = inductor.compile_fx
 
-    def refuse_narrow(module: Any, examples: Any) -> Any:
+    def refuse_narrow(module: Any, examples: Any, **options: Any) -> Any:
         if any(getattr(n.target, "__name__", "") == "open_cell" for n in module.graph.nodes):
             raise RuntimeError("no such kernel")
-        return compiler(module, examples)
+        return compiler(module, examples, **options)
 
     monkeypatch.setattr(inductor, "compile_fx", refuse_narrow)
     torch.manual_seed(0)
