@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import autoprec
 from autoprec.devices import Device
-from autoprec.execution.measuring import saved_bytes, workspace_bytes
+from autoprec.execution.measuring import peak_bytes, saved_bytes, workspace_bytes
 from autoprec.numerics.dtypes import native_formats
-from autoprec.planning.evaluator import Step
+from autoprec.planning.evaluator import Step, evaluate
+from autoprec.planning.planner import ask, propose
+from autoprec.planning.solutions import Choice, Solution
+from autoprec.planning.uniform import uniform_choice
+from autoprec.serial import load_policy
 from tests.memory_study import WORKLOADS, Peak, peaks
 
 CPU = torch.device("cpu")
@@ -92,3 +98,46 @@ def test_what_a_product_keeps_of_an_input_that_is_not_contiguous(fmt: str) -> No
     assert session.plan is not None and session.plan.predicted is not None
     kept = saved_bytes(lambda: model(batches[0]), [*model.parameters(), batches[0]])
     assert session.plan.predicted.saved_bytes == kept
+
+
+class Skips(nn.Module):
+    """A convolution of one place whose stride leaves three in four out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.skip = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 32, 1, stride=2, bias=False)
+        self.head = nn.Linear(32 * 16 * 16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.skip(torch.tanh(self.stem(x))).flatten(1)).square().mean()
+
+
+@pytest.mark.parametrize("gradient", ["fp32", "bf16"])
+def test_places_that_a_convolution_does_not_read_take_nothing(gradient: str) -> None:
+    """Torch's own, in FP32, copies them: that is what is measured of it, and not what a mixture takes."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, batches = Skips(), [torch.randn(16, 3, 32, 32) for _ in range(2)]
+    policy = load_policy("balanced").replaced(calibration={"steps": 2}, storage={"formats": ()})
+    autoprec.compile(model, policy=policy, batches=batches, loss_fn=lambda m, b: m(b), events=None)
+    session = autoprec.session(model)
+    proposals = propose(ask(session.graph, session.profile, session.device, policy))
+    problem = proposals.problem
+    [gemm] = (g for g in problem.gemms if g.op == "skip:conv2d#0")
+    assert gemm.skipped_bytes > 0
+    options = list(uniform_choice(problem, "bf16").options)
+    options[gemm.grad_weight] = problem.units[gemm.grad_weight].options.index(gradient)
+    choice = Choice(options=tuple(options))
+    evaluation = evaluate(problem, choice)
+    plan = proposals.decisions(Solution(choice=choice, evaluation=evaluation, bound=0.0))
+    autoprec.unwrap(model)
+    autoprec.compile(model, plan=plan, events=None)
+    for _ in range(2):
+        model(batches[0]).backward()
+    measured = peak_bytes(lambda: model(batches[0]).backward(), CPU)
+    predicted = evaluation.peak_bytes - problem.fixed_bytes
+    assert abs(predicted / measured - 1.0) <= SLACK, (predicted, measured)
+    # Where the whole product is FP32 it is torch's own.
+    more = evaluate(problem, uniform_choice(problem, "fp32")).bytes_at[problem.backward(gemm.moment)]
+    without = replace(problem, gemms=tuple(replace(g, skipped_bytes=0) for g in problem.gemms))
+    assert more - evaluate(without, uniform_choice(problem, "fp32")).bytes_at[problem.backward(gemm.moment)] > 0

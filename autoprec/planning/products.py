@@ -5,23 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from autoprec.graphs import Op, Role
+from autoprec.devices import Device
+from autoprec.graphs import Op, OpGraph, Role
 from autoprec.planning.activations import Activations
 from autoprec.planning.flow import Flow
 from autoprec.planning.standing import passing_bytes
 from autoprec.planning.values import Gemm, PlanTensor, Remaking, Unit, WeightRow
 from autoprec.plans import RECOMPUTED
 
-__all__ = ["Products"]
+__all__ = ["Products", "skipped_bytes"]
 
 
 class Products:
     """All ops with a `grad_input` role, in forward order; their places here are their numbers."""
 
-    def __init__(self, flow: Flow, units: Sequence[Unit], products: Sequence[Op]) -> None:
+    def __init__(self, flow: Flow, units: Sequence[Unit], products: Sequence[Op], skipped: Mapping[str, int]) -> None:
+        """`skipped`: by op id, what `skipped_bytes` says of those that skip any."""
         self._graph, self._roots, self._prices = flow.graph, flow.roots, flow.prices
         self._unit_of, self._numbers = flow.unit_of, flow.numbers
-        self._units, self._products = units, products
+        self._units, self._products, self._skipped = units, products, skipped
         self._moment = {op.id: i for i, op in enumerate(flow.graph.ops)}
 
     def gemms(self, index: Mapping[str, int], tensors: Sequence[PlanTensor]) -> tuple[Gemm, ...]:
@@ -57,22 +59,11 @@ class Products:
             x_noise=tuple(x_noise.items()),
             stored_noise=tuple(stored.items()),
             gradient_noise=tuple(arriving.items()),
-            seen_numel=self._places_read(op),
+            seen_numel=places_read(op, self._graph),
+            skipped_bytes=self._skipped.get(op.id, 0),
             weight_bytes=passing_bytes(op, self._graph),
             upstream=upstream,
         )
-
-    def _places_read(self, op: Op) -> int | None:
-        """Elements of its input that a convolution of one place reads, where its stride leaves others out."""
-        specs = self._graph.tensor_by_id
-        weight = specs.get(f"param:{op.weights[0]}") if op.weights else None
-        x, y = specs[op.inputs[0]], specs[op.outputs[0]]
-        if weight is None or not op.kind.startswith("conv") or len(weight.shape) < 3 or "transpose" in op.kind:
-            return None
-        if math.prod(weight.shape[2:]) > 1 or len(x.shape) != len(weight.shape):
-            return None
-        seen = math.prod((*x.shape[:2], *y.shape[2:]))
-        return seen if seen < x.numel else None
 
     def rows(self, limit: float, activations: Activations) -> tuple[WeightRow, ...]:
         """One for each weight whose gradient can be judged; `limit` is the policy's `noise.gradient`."""
@@ -90,3 +81,26 @@ class Products:
                       gemms=tuple(by_weight.get(w, ())), passing=tuple(passing.get(w, ())))
             for w in dict.fromkeys((*by_weight, *passing))
         )  # fmt: skip
+
+
+def places_read(op: Op, graph: OpGraph) -> int | None:
+    """Elements of its input that a convolution of one place reads, where its stride leaves others out."""
+    weight = graph.tensor_by_id.get(f"param:{op.weights[0]}") if op.weights else None
+    x, y = graph.tensor_by_id[op.inputs[0]], graph.tensor_by_id[op.outputs[0]]
+    if weight is None or not op.kind.startswith("conv") or len(weight.shape) < 3 or "transpose" in op.kind:
+        return None
+    if math.prod(weight.shape[2:]) > 1 or len(x.shape) != len(weight.shape):
+        return None
+    seen = math.prod((*x.shape[:2], *y.shape[2:]))
+    return seen if seen < x.numel else None
+
+
+def skipped_bytes(graph: OpGraph, device: Device) -> dict[str, int]:
+    """By op, of the workspace of its weight's gradient in FP32, as measured of torch's own product, bytes for what ours
+    does not read. (Torch's copies its whole input.)"""
+    found = {}
+    for op in graph.ops:
+        measured, _ = device.workspace_by_key.get((op.timing_key, Role.GRAD_WEIGHT, "fp32"), (0, 0))
+        if measured and (seen := places_read(op, graph)) is not None:
+            found[op.id] = min(measured, 4 * (graph.tensor_by_id[op.inputs[0]].numel - seen))
+    return found

@@ -205,6 +205,7 @@ class Gemm:
         output, grad_input, grad_weight: its units; without a weight the last is `grad_input` once more.
         x: the root tensor that it reads (index); x_numel: elements of its own input, or of all inputs with gradients.
         seen_numel: elements of its input that the weight's gradient is made of, None for all of them.
+        skipped_bytes: that torch's own product, in FP32, copies of the others beside the workspace of `grad_weight`.
         operands_numel: elements of activations that the products of `grad_input` read again.
         out_numel: elements of gradient that arrive.
         variance: whose relative gradient variance arrives (index, see `GradientNode`).
@@ -234,6 +235,7 @@ class Gemm:
     operands_numel: int = 0
     weight_bytes: int = 0
     seen_numel: int | None = None
+    skipped_bytes: int = 0
 
     @property
     def read_numel(self) -> int:
@@ -371,9 +373,9 @@ class Problem:
     def one_after_the_other(self, gemm: Gemm, format_name: str) -> tuple[int, int]:
         """Where a GEMM makes the weight's gradient before the input's, bytes of the former, which is there then, and of
         the latter, which is not there before: under this format of the output (torch's own products, in FP32, go the
-        other way round)."""
+        other way round, and take more)."""
         if format_name == "fp32" or not (gemm.has_grad_input and gemm.has_grad_weight):
-            return 0, 0
+            return 0, -gemm.skipped_bytes if format_name == "fp32" else 0
         return gemm.weight_bytes, gemm.x_numel * bytes_of(result_format(format_name))
 
     def moment_name(self, moment: int) -> str:

@@ -258,7 +258,7 @@ class Case:
                              banned=self.banned)  # fmt: skip
         if not self.strided:
             return made
-        gemms = (dataclasses.replace(g, seen_numel=g.x_numel // 3) if g.has_grad_weight else g for g in made.gemms)
+        gemms = (dataclasses.replace(g, seen_numel=g.x_numel // 3, skipped_bytes=g.x_numel) for g in made.gemms)
         return dataclasses.replace(made, gemms=tuple(gemms))
 
 
