@@ -193,6 +193,8 @@ class OpGraph:
         ops: in execution order.
         tensors: every tensor that an op reads or makes, each id once.
         parameter_bytes, gradient_bytes, optimizer_bytes, input_bytes: what a step holds whatever the plan.
+        loss_bytes: most that is held between the end of the forward pass and the beginning of the backward pass beside
+            what the graph holds, by a loss outside of it; 0 where nobody has measured that.
         first_ops: ids of the first op of each captured graph.
         compiled: whether these run through a compiler: each then gives the gradients of its weights all at once.
     """
@@ -204,6 +206,7 @@ class OpGraph:
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
     input_bytes: int = 0
+    loss_bytes: int = 0
     first_ops: tuple[str, ...] = ()
     compiled: bool = False
 
@@ -221,7 +224,7 @@ class OpGraph:
             if tensor.base is not None and tensor.base not in known:
                 what = f"tensor {tensor.id}: its base {tensor.base!r} is not among the graph's tensors"
                 raise InputError(what, at=("tensors", i, "base"))
-        for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "input_bytes"):
+        for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "input_bytes", "loss_bytes"):
             check_amount(getattr(self, name), name, InputError, name)
         made = {op.id for op in self.ops}
         for i, first in enumerate(self.first_ops):

@@ -13,6 +13,7 @@ from autoprec.calibration.foreseeing import foresee
 from autoprec.calibration.observer import ObservingInterpreter, StepObserver
 from autoprec.calibration.structure import StructureRecorder, TimingCase
 from autoprec.execution.lowering import Lowering
+from autoprec.execution.measuring import at_the_turn
 from autoprec.execution.replay import CallRecord, shadow, shadow_arguments
 from autoprec.execution.slots import Slot
 from autoprec.graphs import OpGraph
@@ -82,6 +83,18 @@ class Observations:
             self._expected = StructureRecorder()
         foresee(slot.binding, arguments, self._expected)
         return self._describe(self._expected), self._expected.cases
+
+    def with_loss(self, step: Callable[[], bool], device_type: str) -> bool:
+        """`step()`, while it is measured what a loss outside of the graphs takes."""
+        observed, found = at_the_turn(step, torch.device(device_type))
+        if self.graph is not None:
+            self.graph = replace(self.graph, loss_bytes=max(found, self.graph.loss_bytes))
+        return observed
+
+    @property
+    def loss_bytes(self) -> int:
+        """See `OpGraph.loss_bytes`."""
+        return 0 if self.graph is None else self.graph.loss_bytes
 
     def drop(self) -> None:
         """Forget the step in progress (a bad one, or one that was not captured whole)."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -343,7 +345,8 @@ class Session:
 
         Raises `InputError` if nothing was observed yet, `InfeasibleError` if no plan keeps the budgets.
         """
-        tournament = Tournament(self._calls, self._guard.buffers.values(), self._device_type, self.lowering)
+        buffers, loss_bytes = self._guard.buffers.values(), self._observed.loss_bytes
+        tournament = Tournament(self._calls, buffers, self._device_type, self.lowering, loss_bytes)
         plan = self._scheduler.first_plan(self._guard.optimizer_bytes, tournament)
         self._adopt(plan)
         self._event("planned", evidence=f"{', '.join(plan.formats_used()) or 'fp32'}; binding: {plan.binding}")
@@ -390,22 +393,19 @@ class Session:
     def calibrate(self, batches: Iterable[Any], loss_fn: Callable[[nn.Module, Any], Tensor]) -> Profile:
         """Observe forward and backward passes over `calibration.steps` batches, without an optimizer step.
 
-        Gradients, buffers and random state are bitwise as before afterwards. Raises `InputError` if there are no
-        batches or the loss is not a scalar.
+        Gradients, buffers and random state are bitwise as before. `InputError` if there is no batch or no scalar loss.
         """
         if self.plan is not None:
             raise InputError("this session has a plan already; autoprec.unwrap(model) first")
         kept = {f: p.grad for f, p in self._parameters.items()}
-        wanted = self.policy.calibration.steps
         seen = 0
         self._up_front = True
         try:
             with torch.random.fork_rng(devices=cuda_devices(self._device_type)):
-                for batch in batches:
-                    if seen == wanted:
-                        break
+                for batch in islice(batches, self.policy.calibration.steps):
                     # A first pass may only have shown which modules must be captured on their own.
-                    if not self._calibration_step(batch, loss_fn) and not self._calibration_step(batch, loss_fn):
+                    step = partial(self._calibration_step, batch, loss_fn)
+                    if not (self._observed.with_loss(step, self._device_type) if seen == 1 else step()) and not step():
                         raise NotCapturedError("loss_fn ran no captured graph of this model; call model(...) in it")
                     seen += 1
         finally:

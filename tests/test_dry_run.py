@@ -125,14 +125,14 @@ def test_gradients_of_a_graph_are_added_when_its_backward_pass_is_over() -> None
     graph = dataclasses.replace(session.graph, first_ops=first)
     problem = ask(graph, session.profile, session.device, load_policy("bf16")).problem
     size = 4 * (256 * 256 + 256)
-    end = 2 * len(graph.ops) - 1
+    end = 2 * len(problem.ops) - 1
     moment = {op.id: i for i, op in enumerate(graph.ops)}
     held = [(s.first, s.last, s.bytes) for s in problem.standing if "weights" in s.what]
     assert held == [
         (end - moment[f"layers.{k}:linear#0"], end - moment[first[k >= 3]], size) for k in reversed(range(6))
     ]
     ops = (dataclasses.replace(op, weights=graph.ops[0].weights) if op.weights else op for op in graph.ops)
-    found = standing(dataclasses.replace(graph, ops=tuple(ops)), resolve_roots(graph))
+    found = standing(dataclasses.replace(graph, ops=tuple(ops)), resolve_roots(graph), end)
     first_back = end - moment["layers.5:linear#0"]
     assert [(s.first, s.bytes) for s in found if "weights" in s.what] == [(first_back, size)]
 

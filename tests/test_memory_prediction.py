@@ -12,6 +12,7 @@ from autoprec.execution.measuring import peak_bytes, saved_bytes, workspace_byte
 from autoprec.numerics.dtypes import native_formats
 from autoprec.planning.evaluator import Step, evaluate
 from autoprec.planning.planner import ask, propose
+from autoprec.planning.problem import fixed_bytes
 from autoprec.planning.solutions import Choice, Solution
 from autoprec.planning.uniform import uniform_choice
 from autoprec.serial import load_policy
@@ -137,3 +138,43 @@ def test_places_that_a_convolution_does_not_read_take_nothing(gradient: str) -> 
     assert abs(predicted / measured - 1.0) <= SLACK, (predicted, measured)
     # Where the whole product is FP32 it is torch's own.
     assert problem.one_after_the_other(gemm, "fp32") == (0, -gemm.skipped_bytes)
+
+
+class Scores(nn.Module):
+    """Its logits are what is large, and the loss of them is not in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_loss_outside_of_the_model_is_measured_where_it_is_given(inside: bool) -> None:
+    """What it takes between the passes is a part of the peak, predicted and measured; its gradient of the logits and
+    their logarithmic probabilities. A step that stays inside of the graph has none."""
+    torch._dynamo.reset()
+    model, labels = Scores(), torch.randint(0, 512, (256,))
+    batches = [torch.randn(256, 32) for _ in range(3)]
+
+    def loss_of(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = m(x)
+        return y.square().mean() if inside else nn.functional.cross_entropy(y, labels)
+
+    policy = load_policy("memory").replaced(calibration={"steps": 3}, formats=("fp32",), storage={"formats": ()})
+    autoprec.compile(model, policy=policy, batches=batches, loss_fn=loss_of, events=None)
+    session = autoprec.session(model)
+    assert session.graph is not None and session.plan is not None and session.plan.predicted is not None
+    logits = 4 * 256 * 512
+    found = session.graph.loss_bytes
+    assert 2 * logits <= found < 2.1 * logits if not inside else logits <= found
+    for _ in range(2):
+        loss_of(model, batches[0]).backward()
+    measured = peak_bytes(lambda: loss_of(model, batches[0]).backward(), CPU)
+    predicted = session.plan.predicted.peak_bytes - fixed_bytes(session.graph)
+    assert abs(predicted / measured - 1.0) <= SLACK, (predicted, measured)
+    own = next((c for c in session.plan.contestants if c.adopted), None)
+    if own is not None and own.measured is not None:
+        assert abs((own.measured.peak_bytes - fixed_bytes(session.graph)) / measured - 1.0) <= SLACK

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from autoprec.calibration.frozen import frozen_weight
 from autoprec.calibration.rows import row_weights
 from autoprec.calibration.structure import StructureRecorder
+from autoprec.execution.measuring import mark_gradient
 from autoprec.graphs import OpClass
 from autoprec.numerics.contractions import Layout
 from autoprec.numerics.histograms import SAMPLE_LIMIT, Sample, histogram, sample, stride_for, thinned
@@ -90,6 +91,7 @@ class StepObserver:
         return taken
 
     def _gradient(self, tensor_id: str, taken: Sample, g: Tensor, *, loss: bool) -> None:
+        mark_gradient()
         self.add(tensor_id, "gradients", histogram(sample(g, self.limit)))
         if loss and self.sensitivities:
             self.add(tensor_id, "loss", histogram(taken, taken.pick(g).double().square()))

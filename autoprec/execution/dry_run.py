@@ -32,10 +32,12 @@ class DryRun:
 
     Attributes:
         peak_bytes: most that it holds at once, its results among it.
+        held_bytes: what its results hold, and inputs that it was given to own and did not let go of.
         own: of each result, whether it has memory of its own; what the inputs own is not.
     """
 
     peak_bytes: int
+    held_bytes: int
     own: tuple[bool, ...]
 
 
@@ -68,8 +70,9 @@ def dry_run(code: Callable[..., Any], inputs: Sequence[Any], owned: Sequence[boo
             results = made(code.__self__, arguments)
         there = {x.untyped_storage()._cdata for x in stay}
         own = tuple(isinstance(y, Tensor) and y.untyped_storage()._cdata not in there for y in results)
+        held_bytes = held.now
         del results, stay
-        return DryRun(peak_bytes=held.peak(), own=own)
+        return DryRun(peak_bytes=held.peak(), held_bytes=held_bytes, own=own)
     except (RuntimeError, TypeError, ValueError, IndexError):  # whatever an op says of layouts that it cannot work on
         return None
 
@@ -111,7 +114,7 @@ class _Held(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._users: Counter[int] = Counter()
-        self._now = self._most = 0
+        self.now = self._most = 0
         #: By call of a kernel, as text: what measures its workspace, and the most that was held beside it.
         self._kernels: dict[str, tuple[Callable[[], int], int]] = {}
 
@@ -124,8 +127,8 @@ class _Held(TorchDispatchMode):
         """Count its storage while it lives."""
         storage = x.untyped_storage()
         if not self._users[storage._cdata]:
-            self._now += storage.nbytes()
-            self._most = max(self._most, self._now)
+            self.now += storage.nbytes()
+            self._most = max(self._most, self.now)
         self._users[storage._cdata] += 1
         weakref.finalize(x, self._release, storage._cdata, storage.nbytes())
         return x
@@ -133,7 +136,7 @@ class _Held(TorchDispatchMode):
     def _release(self, storage: int, size: int) -> None:
         self._users[storage] -= 1
         if not self._users[storage]:
-            self._now -= size
+            self.now -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -144,7 +147,7 @@ class _Held(TorchDispatchMode):
         if not func.is_view and "empty" not in func.name():
             call = pytree.tree_map_only(Tensor, _layout, (args, kwargs or {}))
             key = f"{func} {call}"
-            held = max(self._now, self._kernels[key][1]) if key in self._kernels else self._now
+            held = max(self.now, self._kernels[key][1]) if key in self._kernels else self.now
             self._kernels[key] = partial(_workspace, func, *call), held
         return result
 

@@ -101,13 +101,15 @@ class Inductor:
             raise UnsupportedError(
                 f"inductor does not compile the graph of {self._name} under this plan: {what}; use backend='eager'"
             ) from error
+        peak, held = _predicted(passes)
         self.compiled.append(
             Compiled(
                 first_op=self._name,
                 plan="" if self._plan is None else self._plan.fingerprint,
                 seconds=time.perf_counter() - begin,
                 kept=partitioner.kept,
-                peak_bytes=_peak_bytes(passes),
+                peak_bytes=peak,
+                held_bytes=held,
             )
         )
         return run
@@ -145,19 +147,21 @@ class _Pass(NamedTuple):
     results: Sequence[str]
 
 
-def _peak_bytes(passes: Sequence[_Pass]) -> int | None:
-    """Most that one of the passes holds at once; None where that is not known."""
+def _predicted(passes: Sequence[_Pass]) -> tuple[int, int] | tuple[None, None]:
+    """Most bytes that one of the passes holds at once, and what is held when the first is over; None where that is not
+    known."""
     own: dict[str, bool] = {}
-    most = 0
+    most, held = 0, list[int]()
     for one in passes:
         # Parameters, buffers and inputs stay; what the forward pass kept, copies of them in another layout among it, is
         # the backward pass's to let go of.
         run = dry_run(one.code, one.inputs, [own.get(n, not n.startswith("primals_")) for n in one.names])
         if run is None:
-            return None
+            return None, None
+        held.append(run.held_bytes)
         own |= zip(one.results, run.own, strict=True)
         most = max(most, run.peak_bytes)
-    return most
+    return most, held[0]
 
 
 def _labelled(

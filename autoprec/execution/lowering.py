@@ -51,6 +51,7 @@ class Compiled:
         kept: see there; empty for a graph without backward pass.
         peak_bytes: predicted from the generated code: most that the forward or the backward pass holds at once,
             parameters and inputs aside, gradients included. None where that is not known.
+        held_bytes: the same of what is held when the forward pass is over, outputs included.
     """
 
     first_op: str
@@ -58,6 +59,7 @@ class Compiled:
     seconds: float
     kept: tuple[KeptTensor, ...]
     peak_bytes: int | None = None
+    held_bytes: int | None = None
 
     @property
     def kept_bytes(self) -> int:

@@ -5,13 +5,26 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Seconds", "held_bytes", "peak_bytes", "saved_bytes", "step_seconds", "workspace_bytes"]
+T = TypeVar("T")
+
+__all__ = [
+    "Seconds",
+    "at_the_turn",
+    "held_bytes",
+    "mark_gradient",
+    "mark_outputs",
+    "peak_bytes",
+    "saved_bytes",
+    "step_seconds",
+    "workspace_bytes",
+]
 
 
 def saved_bytes(forward: Callable[[], Tensor], exclude: Iterable[Tensor]) -> int:
@@ -75,13 +88,93 @@ def workspace_bytes(run: Callable[[], object], device: torch.device) -> int:
     return max(0, _highest(sizes) - max(0, sum(sizes)))
 
 
+#: What marks the places in a step that `at_the_turn` looks between; None while nobody does.
+_marking: Callable[[str], None] | None = None
+_OUTPUTS, _GRADIENT = "autoprec: outputs", "autoprec: gradient"
+
+
+def mark_outputs() -> None:
+    """A captured graph has given its outputs."""
+    if _marking is not None:
+        _marking(_OUTPUTS)
+
+
+def mark_gradient() -> None:
+    """The first gradient has come back to them."""
+    if _marking is not None:
+        _marking(_GRADIENT)
+
+
+def at_the_turn(step: Callable[[], T], device: torch.device) -> tuple[T, int]:
+    """What a step returns, and the most bytes that it holds between the outputs of the last graph and the first
+    gradient that comes back, above what it held when these were there: what a loss outside of the graphs takes, that
+    gradient included."""
+    global _marking
+    if device.type == "cuda":
+        turn = _CudaTurn(device)
+        _marking = turn.mark
+        try:
+            return step(), turn.most
+        finally:
+            _marking = None
+    _marking = _mark_on_cpu
+    try:
+        result, events = _profiled(step)
+    finally:
+        _marking = None
+    return result, _between_marks(events)
+
+
+def _mark_on_cpu(name: str) -> None:
+    with torch.autograd.profiler.record_function(name):
+        pass
+
+
+def _between_marks(events: Sequence[tuple[str, int]]) -> int:
+    """The most that is held between the last outputs and the gradient after them."""
+    most = now = found = 0
+    looking = False
+    for name, size in events:
+        now += size
+        most = max(most, now)
+        if name == _OUTPUTS:
+            looking, now, most = True, 0, 0
+        elif name == _GRADIENT and looking:
+            looking, found = False, most
+    return found
+
+
+class _CudaTurn:
+    """The same by the caching allocator's counters."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.most = 0
+        self._device, self._before = device, -1
+
+    def mark(self, name: str) -> None:
+        torch.cuda.synchronize(self._device)
+        if name == _OUTPUTS:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+        elif self._before >= 0:
+            self.most = torch.cuda.max_memory_allocated(self._device) - self._before
+            self._before = -1
+
+
 def _highest(sizes: Iterable[int]) -> int:
     """The largest of the running sums, at least 0."""
     return max(itertools.accumulate(sizes, initial=0))
 
 
 def _allocations(run: Callable[[], object]) -> tuple[object, list[int]]:
-    """What `run` returns, and its CPU allocations (negative: releases) in the order of time.
+    """What `run` returns, and its CPU allocations (negative: releases) in the order of time."""
+    result, events = _profiled(run)
+    return result, [size for name, size in events if not name]
+
+
+def _profiled(run: Callable[[], T]) -> tuple[T, list[tuple[str, int]]]:
+    """What `run` returns, and ("", bytes) of its CPU allocations (negative: releases) and (name, 0) of the marks among
+    them, in the order of time.
 
     Through torch's first profiler: the newer one writes to stderr, and gives allocations only in a tree of events.
     """
@@ -93,7 +186,13 @@ def _allocations(run: Callable[[], object]) -> tuple[object, list[int]]:
         result = run()
     finally:
         threads = torch._C._autograd._disable_profiler_legacy()
-    return result, [e.cpu_memory_usage() for events in threads for e in events if e.kind() == "memory_alloc"]
+    found = []
+    for e in (e for events in threads for e in events):
+        if e.kind() == "memory_alloc":
+            found.append(("", e.cpu_memory_usage()))
+        elif e.kind() == "push" and e.name() in (_OUTPUTS, _GRADIENT):
+            found.append((e.name(), 0))
+    return result, found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autoprec.execution.measuring import mark_gradient, mark_outputs
 from autoprec.tracing.bindings import Binding, OpNode
 from autoprec.tracing.checkpoints import GraphInterpreter
 
@@ -74,12 +75,14 @@ def keep_gradients(record: CallRecord, outputs: Any, covered: set[str], paramete
     def keep(index: int, g: Tensor) -> None:
         if not record.output_gradients:
             record.returned = next(_ticks)
+            mark_gradient()
         record.output_gradients[index] = g
         covered.update(parameters.values())
 
     for i, y in enumerate(outputs if isinstance(outputs, (tuple, list)) else (outputs,)):
         if isinstance(y, Tensor) and y.requires_grad and not y.is_leaf:
             y.register_hook(partial(keep, i))
+    mark_outputs()
 
 
 def in_backward() -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,10 +63,17 @@ class Tournament:
     """A recorded step, to be run again as often as there are contestants."""
 
     def __init__(
-        self, calls: Iterable[CallRecord], buffers: Mapping[int, Tensor], device_type: str, lowering: Lowering
+        self,
+        calls: Iterable[CallRecord],
+        buffers: Mapping[int, Tensor],
+        device_type: str,
+        lowering: Lowering,
+        loss_bytes: int = 0,
     ) -> None:
+        """`loss_bytes`: what a loss outside of the graphs holds at most when their forward passes are over."""
         self._calls = _last_batch([c for c in calls if c.output_gradients])
         self._buffers, self._device, self._lowering = buffers, torch.device(device_type), lowering
+        self._loss_bytes = loss_bytes
 
     @property
     def empty(self) -> bool:
@@ -138,7 +145,12 @@ class Tournament:
             torch.cuda.synchronize(self._device)
 
     def _peak(self, lowered: _Contestant) -> int:
-        return peak_bytes(_Replay(self._calls, lowered, self._buffers).run, self._device)
+        step = _Replay(self._calls, lowered, self._buffers)
+        return peak_bytes(lambda: step.run(self._turn), self._device)
+
+    def _turn(self) -> None:
+        """The bytes of the loss, for a moment."""
+        torch.empty(self._loss_bytes, dtype=torch.uint8, device=self._device)
 
     def _compared(self, lowered: _Contestant) -> Outcome:
         step = _Replay(self._calls, lowered, self._buffers, look=True)
@@ -202,15 +214,19 @@ class _Replay:
 
         return take
 
-    def run(self) -> None:
-        """Forward and backward."""
+    def run(self, turn: Callable[[], object] = lambda: None) -> None:
+        """Forward and backward; `turn` is called before the first backward pass."""
         order = [(call.started, i, True) for i, call in enumerate(self._calls)]
         order += [(call.returned, i, False) for i, call in enumerate(self._calls)]
+        turned = False
         for _, i, forward in sorted(order):
             if forward:
                 self._forward(i)
-            else:
-                self._backward(i)
+                continue
+            if not turned:
+                turn()
+            turned = True
+            self._backward(i)
 
     def _forward(self, i: int) -> None:
         with shadow(self._calls[i]), torch.enable_grad():

@@ -52,6 +52,9 @@ ITEM_BYTES = {
     "complex128": 16,
 }  # fmt: skip
 
+#: What a loss outside of the graph is among the ops of a problem.
+_LOSS = "a loss outside of the model"
+
 #: FP32 values of state per gradient value, by the policy's name for the optimizer.
 _STATE_PER_GRADIENT = {"sgd_momentum": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
 
@@ -110,6 +113,8 @@ class _Builder:
         self.roots: Roots = resolve_roots(graph)
         self.prices = Prices(graph, self.roots, profile, policy)
         self.moment = {op.id: i for i, op in enumerate(graph.ops)}
+        #: The last forward moment: a loss outside of the graph is an op of its own behind all others.
+        self.last = len(graph.ops) - (0 if graph.loss_bytes else 1)
         self.checkpoint_end = {op.checkpoints[:k]: i for i, op in enumerate(graph.ops)
                                for k in range(1, len(op.checkpoints) + 1)}  # fmt: skip
         options = unit_options(graph, self.roots, self.prices, policy, device, banned)
@@ -174,7 +179,7 @@ class _Builder:
         } | self.kernels
         self._check_casts({f for t in tensors for f in t.storages} - {RECOMPUTED})
         return Problem(
-            ops=tuple(op.id for op in graph.ops),
+            ops=(*(op.id for op in graph.ops), *([_LOSS] if graph.loss_bytes else [])),
             units=self.units,
             tensors=tensors,
             gemms=self.products.gemms(index, tensors),
@@ -186,7 +191,7 @@ class _Builder:
             constant_seconds=constant,
             fixed_bytes=fixed_bytes(graph) - sum(4 * graph.tensor_by_id[t].numel for t in self.frozen),
             private=private,
-            standing=tuple(standing(graph, self.roots)),
+            standing=tuple(standing(graph, self.roots, 2 * self.last + 1)),
             workspace=tuple(self._fixed_workspace()),
             loss_limit=loss_limit,
             budget_bytes=budget_bytes,
@@ -196,14 +201,19 @@ class _Builder:
             loss_scale=loss_limit or loss_total or 1.0,
         )
 
+    def _backward(self, moment: int) -> int:
+        return 2 * self.last + 1 - moment
+
     def _fixed_workspace(self) -> Iterator[tuple[int, int]]:
-        """(moment, bytes) of ops without a decision."""
+        """(moment, bytes) of ops without a decision, and of a loss outside of the graph."""
+        if self.graph.loss_bytes:
+            yield self.last, self.graph.loss_bytes
         for i, op in enumerate(self.graph.ops):
             if decides(op, self.graph):
                 continue
             now, then = self.device.workspace_by_key.get((op.timing_key, Role.OUTPUT, "fp32"), (0, 0))
             then += passing_bytes(op, self.graph)
-            yield from ((m, size) for m, size in ((i, now), (2 * len(self.graph.ops) - 1 - i, then)) if size)
+            yield from ((m, size) for m, size in ((i, now), (self._backward(i), then)) if size)
 
     def _check_casts(self, storages: set[str]) -> None:
         computed = {"fp32"} | {f for u in self.units for f in u.options}
@@ -249,7 +259,7 @@ class _Builder:
             seconds=tuple(seconds),
             workspace=tuple(workspace),
             backward_workspace=tuple(backward_workspace) if any(backward_workspace) else (),
-            moment=i if role is Role.OUTPUT else 2 * len(self.graph.ops) - 1 - i,
+            moment=i if role is Role.OUTPUT else self._backward(i),
             kept=kept if any(kept) else (),
             kept_from=self._made_again(op.checkpoints),
             dropped=tuple(options.dropped.items()),
@@ -345,7 +355,7 @@ class _Builder:
                     savers.setdefault(f"param:{w}", []).append(Use(moment=i, unit=unit))
         for root, unit in self.frozen.items():  # rounded to what it lives in, whoever reads it
             readers.setdefault(root, []).append(Use(moment=0, unit=unit))
-        end = len(graph.ops) - 1
+        end = self.last
         for spec in graph.tensors:
             if spec.is_output:
                 readers.setdefault(root_of[spec.id], []).append(Use(moment=end, unit=None))
@@ -360,7 +370,7 @@ class _Builder:
 
     def _made_again(self, path: tuple[str, ...]) -> int | None:
         """The backward moment at which what is made inside these checkpoints is made again; None outside of any."""
-        return 2 * len(self.graph.ops) - 1 - self.checkpoint_end[path] if path else None
+        return self._backward(self.checkpoint_end[path]) if path else None
 
     def _held_by_checkpoint(self, op: Op, root: str, use: Use) -> Use | None:
         """What a checkpoint reads from outside is kept until it has run again."""
@@ -421,7 +431,7 @@ class _Builder:
             if not (t.requires_grad and t.is_float32):
                 continue
             if t.is_output:
-                readers[Use(moment=len(graph.ops) - 1, unit=None)] = None
+                readers[Use(moment=self.last, unit=None)] = None
             for reader in graph.readers.get(t.id, ()):
                 op, moment = graph.op_by_id[reader], self.moment[reader]
                 if not any(graph.tensor_by_id[o].requires_grad for o in op.outputs):

@@ -23,10 +23,10 @@ def _bytes(weights: Iterable[str], graph: OpGraph) -> int:
     return sum(4 * spec.numel for spec in specs if spec is not None and spec.requires_grad)
 
 
-def standing(graph: OpGraph, roots: Roots) -> Iterator[Standing]:
+def standing(graph: OpGraph, roots: Roots, end: int) -> Iterator[Standing]:
     """The gradients that enter at the outputs, kept until the step is over, to replay it; and those of the weights of a
-    compiled graph, which it gives all at once."""
-    moment, end = {op.id: i for i, op in enumerate(graph.ops)}, 2 * len(graph.ops) - 1
+    compiled graph, which it gives all at once. `end` is the last moment."""
+    moment = {op.id: i for i, op in enumerate(graph.ops)}
     for t in graph.tensors:
         producer = graph.producer.get(roots.root_of[t.id])
         if t.is_output and t.is_float32 and t.requires_grad and producer is not None:

@@ -155,7 +155,8 @@ def agreement(found: Calibrated, plan: Plan, eager_peak: int) -> list[str]:
     named = sum(t.bytes for m in made for t in m.kept if t.planned)
     assert plan.predicted is not None
     planned_peak, eager_peak = (n - found.fixed_bytes for n in (plan.predicted.peak_bytes, eager_peak))
-    coded = max(m.peak_bytes or 0 for m in made)
+    loss_bytes = found.session.graph.loss_bytes
+    coded = max(max(m.peak_bytes or 0, (m.held_bytes or 0) + loss_bytes) for m in made)
     print(
         f"{workload.name:12} loss {loss:.1e} apart, gradients {apart:.1e}; rounding changes them by {rounding:.1e}"
         f" ({apart / rounding:.2f})\n"

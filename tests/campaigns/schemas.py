@@ -272,6 +272,7 @@ HEADER = mapping(
             gradient_bytes=COUNT,
             optimizer_bytes=COUNT,
             input_bytes=COUNT,
+            loss_bytes=COUNT,
             first_ops=TEXTS,
             compiled={"type": "boolean"},
         ),

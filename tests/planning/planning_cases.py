@@ -345,7 +345,7 @@ def random_case(seed: int, *, most: int = 256) -> Case:
         policy = policy.replaced(storage={"formats": policy.storage.formats, "frozen": frozen})
     if (parts := np.random.default_rng([seed, 34])).random() < 0.3:
         firsts = tuple(op.id for op in graph.ops if parts.random() < 0.3)
-        graph = dataclasses.replace(graph, compiled=True, first_ops=firsts)
+        graph = dataclasses.replace(graph, compiled=True, first_ops=firsts, loss_bytes=int(parts.integers(200)))
     case = Case(graph, make.profile(graph), make.device(graph), policy, strided=bool(last.random() < 0.3))
     banned: set[tuple[str, str]] = set()
     while choices_count(problem := case.problem()) > most:
