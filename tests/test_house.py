@@ -55,6 +55,7 @@ PRIVATE_TORCH = {
     "torch._guards": "the mode of fake tensors in force, so that a recorder tells its own; compiling under it",
     "torch._inductor": "the compiler itself, and its switches for rounding and random numbers",
     "torch._functorch": "the partitioner that decides what a compiled graph keeps, and the switch of its cache",
+    "torch.autograd._profiler_enabled": "one of torch's profilers at a time: the user's comes first",
     "torch._ops": "the type of higher-order operators in captured graphs",
     "torch._C": "the first profiler's allocations; saved-tensor hooks; is a backward pass or transform running",
     "torch.utils._python_dispatch": "a selective checkpoint counts ops, and the observer's must not be among them",

@@ -178,3 +178,15 @@ def test_a_loss_outside_of_the_model_is_measured_where_it_is_given(inside: bool)
     own = next((c for c in session.plan.contestants if c.adopted), None)
     if own is not None and own.measured is not None:
         assert abs((own.measured.peak_bytes - fixed_bytes(session.graph)) / measured - 1.0) <= SLACK
+
+
+def test_who_profiles_calibration_is_not_disturbed() -> None:
+    torch._dynamo.reset()
+    model, batches = Scores(), [torch.randn(64, 32) for _ in range(3)]
+    policy = load_policy("balanced").replaced(calibration={"steps": 3})
+    autoprec.compile(model, policy=policy, events=None)
+    session = autoprec.session(model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        session.calibrate(batches, lambda m, x: m(x).square().mean())
+    assert session.profile is not None and session.profile.steps == 3
+    assert session.graph is not None and session.graph.loss_bytes == 0

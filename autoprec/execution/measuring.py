@@ -108,8 +108,10 @@ def mark_gradient() -> None:
 def at_the_turn(step: Callable[[], T], device: torch.device) -> tuple[T, int]:
     """What a step returns, and the most bytes that it holds between the outputs of the last graph and the first
     gradient that comes back, above what it held when these were there: what a loss outside of the graphs takes, that
-    gradient included."""
+    gradient included. 0 where somebody profiles the step already: torch has one profiler at a time."""
     global _marking
+    if torch.autograd._profiler_enabled():
+        return step(), 0
     if device.type == "cuda":
         turn = _CudaTurn(device)
         _marking = turn.mark
