@@ -150,6 +150,24 @@ assert decode(encode(x, "fp8_e4m3"), torch.float32).equal(x)
 """
 
 
+NOWHERE = """
+import torch
+from numba.core.caching import CacheImpl
+CacheImpl._locator_classes = []
+from autoprec.numerics import elements, loops
+from autoprec.numerics.packing import decode, encode
+torch.set_num_threads(1)
+x = torch.tensor([0.5, -3.0, 448.0])
+assert elements.serve(x) and decode(encode(x, "fp8_e4m3"), torch.float32).equal(x)
+assert "Null" in type(loops.largest._cache).__name__
+"""
+
+
+def test_compiled_loops_need_no_place_on_a_disk() -> None:
+    done = subprocess.run([sys.executable, "-c", NOWHERE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_numba_need_not_be_there() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@ contiguous; BF16 and FP32 numbers are given as their bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba  # type: ignore[import-untyped]
@@ -25,7 +26,15 @@ __all__ = [
 ]
 
 U8, U16, U32, F32 = np.uint8, np.uint16, np.uint32, np.float32
-_loop = numba.njit(nogil=True, cache=True)
+
+
+def _loop(function: Callable[..., Any]) -> Any:
+    """Compiled at the first call, and kept for the next process where there is a place that can be written to."""
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # there is none
+        return numba.njit(nogil=True)(function)
+
 
 # numba makes 64-bit numbers of most results, which holds eight fewer in a register: hence the many casts.
 
