@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoprec.execution.measuring import workspace_bytes
 
-__all__ = ["DryRun", "dry_run"]
+__all__ = ["DryRun", "dry_run", "size_hint"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,15 @@ def dry_run(code: Callable[..., Any], inputs: Sequence[Any], owned: Sequence[boo
         isinstance(x, Tensor) and x.device.type != "cpu" for x in inputs
     ):
         return None
+    try:
+        return _run(code, function, inputs, owned)
+    # What an op says of layouts that it cannot work on, a size that nobody knows, another profiler: a prediction is not
+    # worth a compilation.
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError):
+        return None
+
+
+def _run(code: MethodType, function: FunctionType, inputs: Sequence[Any], owned: Sequence[bool]) -> DryRun:
     held = _Held()
     arguments: list[Any] = []
     storages: dict[int, torch.UntypedStorage] = {}  # some are views of the same tensor
@@ -60,21 +69,18 @@ def dry_run(code: Callable[..., Any], inputs: Sequence[Any], owned: Sequence[boo
             x = _without_memory(x, storages)
             if own:
                 held.count(x)
-        arguments.append(_int(x) if isinstance(x, torch.SymInt) else x)
+        arguments.append(size_hint(x) if isinstance(x, torch.SymInt) else x)
     storages.clear()
     stay = [x for x, own in zip(arguments, owned, strict=True) if not own and isinstance(x, Tensor)]
     names = {name: _without_kernels(name, value, held) for name, value in function.__globals__.items()}
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    try:
-        with torch.no_grad(), held:
-            results = made(code.__self__, arguments)
-        there = {x.untyped_storage()._cdata for x in stay}
-        own = tuple(isinstance(y, Tensor) and y.untyped_storage()._cdata not in there for y in results)
-        held_bytes = held.now
-        del results, stay
-        return DryRun(peak_bytes=held.peak(), held_bytes=held_bytes, own=own)
-    except (RuntimeError, TypeError, ValueError, IndexError):  # whatever an op says of layouts that it cannot work on
-        return None
+    with torch.no_grad(), held:
+        results = made(code.__self__, arguments)
+    there = {x.untyped_storage()._cdata for x in stay}
+    own = tuple(isinstance(y, Tensor) and y.untyped_storage()._cdata not in there for y in results)
+    held_bytes = held.now
+    del results, stay
+    return DryRun(peak_bytes=held.peak(), held_bytes=held_bytes, own=own)
 
 
 def _without_memory(x: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
@@ -82,13 +88,13 @@ def _without_memory(x: Tensor, storages: dict[int, torch.UntypedStorage]) -> Ten
     storage = x.untyped_storage()
     there = storages.get(storage._cdata)
     if there is None:
-        made = torch.empty(_int(storage.nbytes()), dtype=torch.uint8, device="meta").untyped_storage()
+        made = torch.empty(size_hint(storage.nbytes()), dtype=torch.uint8, device="meta").untyped_storage()
         there = storages.setdefault(storage._cdata, made)
-    shape, stride = (tuple(map(_int, sizes)) for sizes in (x.shape, x.stride()))
-    return torch.empty(0, dtype=x.dtype, device="meta").set_(there, _int(x.storage_offset()), shape, stride)
+    shape, stride = (tuple(map(size_hint, sizes)) for sizes in (x.shape, x.stride()))
+    return torch.empty(0, dtype=x.dtype, device="meta").set_(there, size_hint(x.storage_offset()), shape, stride)
 
 
-def _int(size: int | torch.SymInt) -> int:
+def size_hint(size: int | torch.SymInt) -> int:
     """A size as it was at the first call."""
     return size if isinstance(size, int) else int(size.node.hint)
 

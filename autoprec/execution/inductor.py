@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from autoprec.errors import UnsupportedError
 from autoprec.execution.checking import CheckingInterpreter
-from autoprec.execution.dry_run import dry_run
+from autoprec.execution.dry_run import dry_run, size_hint
 from autoprec.execution.lowering import Compiled, KeptTensor
 from autoprec.numerics.compilers import OF_TENSOR
 from autoprec.numerics.dtypes import dtype_of, has_dtype
@@ -123,7 +123,7 @@ class Inductor:
             value, storage = node.meta.get("example_value"), kept.get(tensor, AS_IS)
             if storage != AS_IS and isinstance(value, Tensor):
                 dtype = str(dtype_of(storage)) if storage != RECOMPUTED and has_dtype(storage) else ""
-                found[tensor] = (_hint(value.numel()), dtype.removeprefix("torch."))
+                found[tensor] = (size_hint(value.numel()), dtype.removeprefix("torch."))
         return found
 
     @property
@@ -159,9 +159,9 @@ def _predicted(passes: Sequence[_Pass]) -> tuple[int, int] | tuple[None, None]:
         if run is None:
             return None, None
         held.append(run.held_bytes)
-        own |= zip(one.results, run.own, strict=True)
+        own |= zip(one.results, run.own, strict=False)  # a name for each, or the rest is whoever's
         most = max(most, run.peak_bytes)
-    return most, held[0]
+    return (most, held[0]) if held else (None, None)
 
 
 def _labelled(
@@ -223,9 +223,9 @@ class Partitioner(CustomPartitionerFn):
         return KeptTensor(
             tensor=tensor,
             dtype=dtype,
-            bytes=_hint(value.numel()) * value.element_size(),
+            bytes=size_hint(value.numel()) * value.element_size(),
             planned=planned,
-            again=bool(size) and not planned and 2 * _hint(value.numel()) > size,
+            again=bool(size) and not planned and 2 * size_hint(value.numel()) > size,
         )
 
     def uuid(self) -> str:
@@ -294,8 +294,3 @@ def _splice_outputs(module: fx.GraphModule, begin: int, end: int, nodes: Sequenc
     if (told := output.meta.get("desc")) is not None:  # what each result is, for error messages
         output.meta["desc"] = [*told[:begin], *[None] * len(nodes), *told[end:]]
     module.recompile()
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    """A size as it was at the first call."""
-    return size if isinstance(size, int) else int(size.node.hint)

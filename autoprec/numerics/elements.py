@@ -23,7 +23,6 @@ __all__ = [
     "is_installed",
     "largest_magnitude",
     "nonzero_bits",
-    "packed_bools",
     "serve",
     "to_e4m3",
     "unpacked_bools",
@@ -32,9 +31,9 @@ __all__ = [
 
 MOST_THREADS = 4
 
-#: torch's integers for the bits of floats by their size, those without the sign, and the BF16 and FP32 of our names.
+#: By bytes of an element, torch's integers for its bits, and those of a float without its sign; of booleans, all.
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
-_MAGNITUDE = {2: np.uint16(0x7FFF), 4: np.uint32(0x7FFFFFFF)}
+_MAGNITUDE = {1: np.uint8(0xFF), 2: np.uint16(0x7FFF), 4: np.uint32(0x7FFFFFFF)}
 
 #: Down to this scale, what E4M3 has, multiples of 2^-9 with four significant bits, are numbers of BF16 times it:
 #: multiples of 2^-133.
@@ -96,16 +95,9 @@ def from_e4m3(payload: Tensor, scale: float, dtype: torch.dtype) -> Tensor | Non
 
 
 def nonzero_bits(x: Tensor) -> Tensor:
-    """One bit per BF16 or FP32 number, eight to a byte, big end first: whether it is neither 0 nor −0."""
+    """One bit per BF16 or FP32 number or boolean, eight to a byte, big end first: whether it is neither 0 nor −0."""
     packed = torch.zeros(-(-x.numel() // 8), dtype=torch.uint8)
-    (_loops().bits16 if x.element_size() == 2 else _loops().bits32)(_array(x), _array(packed))
-    return packed
-
-
-def packed_bools(mask: Tensor) -> Tensor:
-    """Booleans, eight to a byte, big end first."""
-    packed = torch.zeros(-(-mask.numel() // 8), dtype=torch.uint8)
-    _loops().pack(_array(mask), _array(packed))
+    _loops().pack(_array(x), _MAGNITUDE[x.element_size()], _array(packed))
     return packed
 
 

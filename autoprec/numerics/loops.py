@@ -13,8 +13,6 @@ import numba  # type: ignore[import-untyped]
 import numpy as np
 
 __all__ = [
-    "bits16",
-    "bits32",
     "decode_e4m3_bf16",
     "decode_e4m3_fp32",
     "encode_e4m3_bf16",
@@ -36,7 +34,7 @@ def _loop(function: Callable[..., Any]) -> Any:
         return numba.njit(nogil=True)(function)
 
 
-# numba makes 64-bit numbers of most results, which holds eight fewer in a register: hence the many casts.
+# numba makes 64-bit integers of most results, and a register holds fewer of those: hence the many casts.
 
 
 @_loop
@@ -100,47 +98,21 @@ def decode_e4m3_fp32(payload: Any, bits: Any, scale: Any) -> None:
 
 
 @_loop
-def bits16(numbers: Any, packed: Any) -> None:
-    """Where 16-bit floats are neither 0 nor −0, eight to a byte, big end first."""
-    whole = numbers.size // 8
+def pack(numbers: Any, magnitude: Any, packed: Any) -> None:
+    """Where `numbers & magnitude` is not 0, eight to a byte, big end first; `packed` is 0 before."""
+    kind, whole = numbers.dtype.type, numbers.size // 8
     for k in range(whole):
         byte = U8(0)
         for j in range(8):
-            byte = U8(U8(byte << U8(1)) | U8(U16(numbers[8 * k + j] & U16(0x7FFF)) != 0))
+            byte = U8(U8(byte << U8(1)) | U8(kind(numbers[8 * k + j] & magnitude) != 0))
         packed[k] = byte
     for i in range(8 * whole, numbers.size):
-        packed[whole] |= U8(U8(U16(numbers[i] & U16(0x7FFF)) != 0) << U8(7 - i % 8))
-
-
-@_loop
-def bits32(numbers: Any, packed: Any) -> None:
-    """The same of 32-bit floats."""
-    whole = numbers.size // 8
-    for k in range(whole):
-        byte = U8(0)
-        for j in range(8):
-            byte = U8(U8(byte << U8(1)) | U8(U32(numbers[8 * k + j] & U32(0x7FFFFFFF)) != 0))
-        packed[k] = byte
-    for i in range(8 * whole, numbers.size):
-        packed[whole] |= U8(U8(U32(numbers[i] & U32(0x7FFFFFFF)) != 0) << U8(7 - i % 8))
-
-
-@_loop
-def pack(bools: Any, packed: Any) -> None:
-    """Bytes that are 0 or 1, eight to a byte, big end first."""
-    whole = bools.size // 8
-    for k in range(whole):
-        byte = U8(0)
-        for j in range(8):
-            byte = U8(U8(byte << U8(1)) | bools[8 * k + j])
-        packed[k] = byte
-    for i in range(8 * whole, bools.size):
-        packed[whole] |= U8(bools[i] << U8(7 - i % 8))
+        packed[whole] |= U8(U8(kind(numbers[i] & magnitude) != 0) << U8(7 - i % 8))
 
 
 @_loop
 def unpack(packed: Any, bools: Any) -> None:
-    """The bytes that `pack` was given."""
+    """Bytes that are 0 or 1, as `pack` was given them."""
     whole = bools.size // 8
     for k in range(whole):
         byte = packed[k]

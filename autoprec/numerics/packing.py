@@ -231,7 +231,7 @@ def _pack_on_cpu(flat: Tensor) -> Tensor:
     if is_traced(flat):
         return _traced_pack(flat)
     if elements.serve(flat):
-        return elements.packed_bools(flat)
+        return elements.nonzero_bits(flat)
     return torch.from_numpy(np.packbits(flat.numpy())).clone()  # what is kept is to be the allocator's
 
 
