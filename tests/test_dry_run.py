@@ -137,22 +137,41 @@ def test_gradients_of_a_graph_are_added_when_its_backward_pass_is_over() -> None
     assert [(s.first, s.bytes) for s in found if "weights" in s.what] == [(first_back, size)]
 
 
+#: What makes a module a generated one.
+empty_strided_cpu = torch.empty_strided
+
+
+class Runner:
+    """As generated code has it."""
+
+    def asks_for_values(self, arguments: list[Tensor]) -> list[Tensor]:
+        [x] = arguments
+        arguments.clear()
+        return [x.nonzero()]
+
+    def adds(self, arguments: list[Tensor]) -> list[Tensor]:
+        a, b = arguments
+        arguments.clear()
+        c = a + b
+        del a, b
+        return [c + c]
+
+
 def test_who_cannot_tell() -> None:
     """Code that is no method of a generated module, and an op that says nothing about its results."""
     assert dry_run(lambda arguments: arguments, [], []) is None
+    assert dry_run(Runner().asks_for_values, [torch.ones(3)], [True]) is None
 
-    class Runner:
-        def call(self, arguments: list[Tensor]) -> list[Tensor]:
-            [x] = arguments
-            arguments.clear()
-            return [x.nonzero()]
 
-    # What makes a module a generated one.
-    Runner.call.__globals__["empty_strided_cpu"] = torch.empty_strided
-    try:
-        assert dry_run(Runner().call, [torch.ones(3)], [True]) is None
-    finally:
-        del Runner.call.__globals__["empty_strided_cpu"]
+@pytest.mark.parametrize("owned", [True, False])
+def test_views_of_one_tensor_are_held_once_and_as_long_as_they_are_owned(owned: bool) -> None:
+    both = torch.ones(2, 1000)
+    found = dry_run(Runner().adds, list(both), [owned, owned])
+    assert found is not None and found.own == (True,)
+    # The views and their sum, then the sum and its double.
+    assert found.peak_bytes == (12000 if owned else 8000) and found.held_bytes == 4000
+    apart = dry_run(Runner().adds, [row.clone() for row in both], [owned, owned])
+    assert apart == found
 
 
 def test_without_what_kernels_take_the_prediction_is_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,3 +179,12 @@ def test_without_what_kernels_take_the_prediction_is_too_low(monkeypatch: pytest
     monkeypatch.setattr("autoprec.execution.dry_run.workspace_bytes", lambda run, device: 0)
     found = compiled("attention", "bf16")
     assert found.predicted is not None and found.predicted < 0.97 * found.measured
+
+
+def test_what_cannot_be_told_breaks_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any) -> None:
+        raise AttributeError("a size without a hint")
+
+    monkeypatch.setattr("autoprec.execution.dry_run._run", fails)
+    found = compiled("weights", "bf16")
+    assert found.predicted is None and found.measured > 0

@@ -64,13 +64,15 @@ def _run(code: MethodType, function: FunctionType, inputs: Sequence[Any], owned:
     held = _Held()
     arguments: list[Any] = []
     storages: dict[int, torch.UntypedStorage] = {}  # some are views of the same tensor
-    for x, own in zip(inputs, owned, strict=True):
+    for x in inputs:
         if isinstance(x, Tensor):
-            x = _without_memory(x, storages)
-            if own:
-                held.count(x)
-        arguments.append(size_hint(x) if isinstance(x, torch.SymInt) else x)
+            arguments.append(_without_memory(x, storages))
+        else:
+            arguments.append(size_hint(x) if isinstance(x, torch.SymInt) else x)
     storages.clear()
+    for i, own in enumerate(owned):  # by place: nothing here holds what the code lets go of
+        if own and isinstance(arguments[i], Tensor):
+            held.count(arguments[i])
     stay = [x for x, own in zip(arguments, owned, strict=True) if not own and isinstance(x, Tensor)]
     names = {name: _without_kernels(name, value, held) for name, value in function.__globals__.items()}
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
