@@ -116,6 +116,7 @@ class TensorSpec:
         requires_grad: whether a gradient arrives at it in the backward pass.
         base: id of the tensor whose memory it shares (a view, or an in-place result), or None.
         is_output: whether the graph returns it.
+        is_unused: whether no gradient comes back to it from there (a cache, or states that nobody differentiates).
     """
 
     id: str
@@ -125,6 +126,7 @@ class TensorSpec:
     requires_grad: bool
     base: str | None = None
     is_output: bool = False
+    is_unused: bool = False
 
     def __post_init__(self) -> None:
         for i, size in enumerate(self.shape):
@@ -134,6 +136,11 @@ class TensorSpec:
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def gets_gradient(self) -> bool:
+        """Whether a gradient enters the graph here."""
+        return self.is_output and self.is_float32 and self.requires_grad and not self.is_unused
 
     @property
     def is_float32(self) -> bool:

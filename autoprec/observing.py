@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from autoprec.execution.replay import CallRecord, shadow, shadow_arguments
 from autoprec.execution.slots import Slot
 from autoprec.graphs import OpGraph
 from autoprec.profiles import Profile, TensorProfile
+from autoprec.tracing.bindings import Binding
 
 __all__ = ["Observations", "describe_graph"]
 
@@ -160,15 +161,19 @@ def describe_graph(
     parameters: Mapping[str, nn.Parameter],
     slots: Iterable[Slot],
     lowering: Lowering,
+    calls: Iterable[CallRecord],
 ) -> OpGraph:
-    """The `OpGraph` of a recorded step; the optimizer's bytes are not known yet."""
+    """The `OpGraph` of a recorded step, whose `calls` tell which outputs were differentiated; the optimizer's bytes are
+    not known yet."""
     sizes = {f: p.numel() * p.element_size() for f, p in parameters.items()}
     bindings = [slot.binding for slot in slots]
-    outputs: set[str] = set()
-    for binding in bindings:
-        for node in binding.template.flat.graph.nodes:
-            if node.op == "output":
-                outputs |= {binding.tensor_id[n] for n in node.all_input_nodes if n in binding.tensor_id}
+    seen = [(c.binding, set(c.output_gradients)) for c in calls if c.output_gradients]
+    known = {id(binding) for binding, _ in seen}
+    outputs: dict[str, bool] = {}
+    told: list[tuple[Binding, set[int] | None]] = [*seen, *((b, None) for b in bindings if id(b) not in known)]
+    for binding, indices in told:
+        for i, tensor in _outputs(binding):
+            outputs[tensor] = outputs.get(tensor, False) or indices is None or i in indices
     return structure.graph(
         model=type(model).__name__,
         parameter_bytes=sum(sizes.values()) + sum(b.numel() * b.element_size() for b in model.buffers()),
@@ -178,3 +183,11 @@ def describe_graph(
         bindings=bindings,
         compiled=lowering.compiles,
     )
+
+
+def _outputs(binding: Binding) -> Iterator[tuple[int, str]]:
+    """What a graph returns: place and tensor id."""
+    for node in binding.template.flat.graph.nodes:
+        if node.op == "output":
+            returned = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
+            yield from ((i, binding.tensor_id[n]) for i, n in enumerate(returned) if n in binding.tensor_id)

@@ -98,7 +98,7 @@ class Session:
         self._slots: dict[tuple[Template, tuple[int, ...]], Slot] = {}
         self.unowned: set[Template] = set()
         self._observed = Observations(
-            lambda seen: describe_graph(seen, self.model, self._parameters, self._slots.values(), self.lowering)
+            lambda s: describe_graph(s, self.model, self._parameters, self._slots.values(), self.lowering, self._calls)
         )
         self._scheduler = Scheduler(self.policy, device, self._device_type, self._observed)
         self._provisional = Provisional(self._scheduler, self._device_type)
@@ -223,8 +223,7 @@ class Session:
         if self.calibrating and (told := self._provisional.weigh(slot, arguments, self._guard.optimizer_bytes)):
             self._log.add_once(self.steps, "warning", trigger="memory", evidence=told)
         outputs = self._observed.run(slot, arguments)
-        keep_gradients(record, outputs, self._guard.covered, slot.binding.parameters)
-        return outputs
+        return keep_gradients(record, outputs, self._guard.covered, slot.binding.parameters)
 
     def _begin_step(self) -> None:
         """The first training forward after a boundary: is this step observed?"""

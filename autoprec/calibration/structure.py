@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -177,12 +177,12 @@ class StructureRecorder:
         parameter_bytes: int,
         gradient_bytes: int,
         optimizer_bytes: int,
-        outputs: set[str],
+        outputs: Mapping[str, bool],
         bindings: Iterable[Binding],
         *,
         compiled: bool,
     ) -> OpGraph:
-        """Everything seen, as a value."""
+        """Everything seen, as a value. `outputs`: what graphs return, and whether a gradient came back to it."""
         first = [next((op.id for op in binding.ops if op.id in self._ops), "") for binding in bindings]
         ops = tuple(
             Op(
@@ -205,7 +205,7 @@ class StructureRecorder:
             for k in self._ops.values()
         )
         used = {t for op in ops for t in (*op.inputs, *op.outputs, *op.saves)}
-        tensors = tuple(_marked(t, t.id in outputs) for t in self._tensors.values() if t.id in used)
+        tensors = tuple(_marked(t, outputs.get(t.id)) for t in self._tensors.values() if t.id in used)
         return OpGraph(
             model=model,
             ops=ops,
@@ -219,7 +219,7 @@ class StructureRecorder:
         )
 
 
-def _marked(t: TensorSpec, is_output: bool) -> TensorSpec:
+def _marked(t: TensorSpec, used: bool | None) -> TensorSpec:
     return TensorSpec(
         id=t.id,
         shape=t.shape,
@@ -227,7 +227,8 @@ def _marked(t: TensorSpec, is_output: bool) -> TensorSpec:
         kind=t.kind,
         requires_grad=t.requires_grad,
         base=t.base,
-        is_output=is_output,
+        is_output=used is not None,
+        is_unused=used is False,
     )
 
 

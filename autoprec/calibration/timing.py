@@ -289,6 +289,8 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
         roles[Role.GRAD_INPUT] = backward(y, leaves)
     if len(roles) > 1:
         held |= {role: workspace_bytes(run, device) for role, run in roles.items() if role is not Role.OUTPUT}
+        if case.op.kind in GROUPED and fmt == "fp32":  # may give both gradients, whichever is wanted
+            held |= dict.fromkeys((Role.GRAD_INPUT, Role.GRAD_WEIGHT), workspace_bytes(backward(y, leaves), device))
         return _Runs(runs=roles, private_bytes=private, workspace=held)
     whole = backward(y, leaves)
     runs: dict[Role, Callable[[], object]] = {Role.OUTPUT: lambda: (without_graph(), whole())}

@@ -68,9 +68,10 @@ class Offence:
     amax: float
 
 
-def keep_gradients(record: CallRecord, outputs: Any, covered: set[str], parameters: Mapping[Any, str]) -> None:
-    """Note the gradients that will enter the outputs of a call, in the first backward pass through it or in a later
-    one, and that its parameters are covered then."""
+def keep_gradients(record: CallRecord, outputs: Any, covered: set[str], parameters: Mapping[Any, str]) -> Any:
+    """The outputs of a call, where the gradients that will enter them are noted, in the first backward pass through it
+    or in a later one, and that its parameters are covered then. What the graph reads itself, or returns twice, is given
+    as a view: the gradient of the tensor would be more than what comes from outside."""
 
     def keep(index: int, g: Tensor) -> None:
         if not record.output_gradients:
@@ -79,10 +80,21 @@ def keep_gradients(record: CallRecord, outputs: Any, covered: set[str], paramete
         record.output_gradients[index] = g
         covered.update(parameters.values())
 
-    for i, y in enumerate(outputs if isinstance(outputs, (tuple, list)) else (outputs,)):
+    given = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+    returned = _returned(record.binding)
+    for i, y in enumerate(given):
         if isinstance(y, Tensor) and y.requires_grad and not y.is_leaf:
+            if len(returned) == len(given) and (len(returned[i].users) > 1 or returned.count(returned[i]) > 1):
+                y = given[i] = y.view_as(y)
             y.register_hook(partial(keep, i))
     mark_outputs()
+    return type(outputs)(given) if isinstance(outputs, (tuple, list)) else given[0]
+
+
+def _returned(binding: Binding) -> list[fx.Node]:
+    (output,) = binding.template.flat.graph.find_nodes(op="output")
+    returned = output.args[0]
+    return list(returned) if isinstance(returned, (tuple, list)) else [returned]
 
 
 def in_backward() -> bool:

@@ -30,13 +30,16 @@ def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_cast(x: Tensor, scale_log2: int, dtype: torch.dtype) -> Tensor:
-    """`x` times 2**scale_log2 in `dtype`, multiplied in FP32, of which nothing as large as `x` is made on the way."""
+    """`x` times 2**scale_log2 in `dtype`, multiplied in FP32: in place, or where the result is another, by pieces."""
     factor = 2.0**scale_log2
     if torch.is_grad_enabled() or is_traced(x):
         return (x.float() * factor).to(dtype)
     made = torch.empty_like(x, dtype=dtype)
+    if dtype is torch.float32:
+        return made.copy_(x).mul_(factor)
     for source, target in pieces(x, made):
-        target.copy_(source.float() * factor)
+        wide = torch.empty_like(source, dtype=torch.float32)
+        target.copy_(wide.copy_(source).mul_(factor))
     return made
 
 

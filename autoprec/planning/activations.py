@@ -58,7 +58,7 @@ class Activations:
         """Forward variance → how much of it an op adds to the relative variance of the gradients that it passes on."""
         found: dict[int, float] = {}
         for t in op.outputs:
-            if self._graph.tensor_by_id[t].is_output and self.carries(t):
+            if self._graph.tensor_by_id[t].gets_gradient and self.carries(t):
                 found[self.number(t)] = 1.0
         if op.op_class is OpClass.GEMM and not op.weights:
             factors = [t for t in op.inputs[:3] if self.carries(t)]

@@ -25,6 +25,7 @@ from autoprec.errors import DeviceError, ProfileError
 from autoprec.formats import held_as, is_scaled, other_operand, result_format
 from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind, TensorSpec, shared_path
 from autoprec.planning.activations import Activations
+from autoprec.planning.attention import with_what_attention_keeps
 from autoprec.planning.codes import bytes_of
 from autoprec.planning.flow import Flow
 from autoprec.planning.frozen import frozen_nodes, frozen_units, reading_wide
@@ -106,11 +107,11 @@ class _Builder:
         banned: frozenset[tuple[str, str]],
         living: Mapping[str, str],
     ) -> None:
-        self.graph = graph
+        self.roots: Roots = resolve_roots(graph)
+        self.graph = graph = with_what_attention_keeps(graph, self.roots)
         self.profile = profile
         self.device = device
         self.policy = policy
-        self.roots: Roots = resolve_roots(graph)
         self.prices = Prices(graph, self.roots, profile, policy)
         self.moment = {op.id: i for i, op in enumerate(graph.ops)}
         #: The last forward moment: a loss outside of the graph is an op of its own behind all others.
@@ -430,7 +431,7 @@ class _Builder:
         for t in members:
             if not (t.requires_grad and t.is_float32):
                 continue
-            if t.is_output:
+            if t.gets_gradient:
                 readers[Use(moment=self.last, unit=None)] = None
             for reader in graph.readers.get(t.id, ()):
                 op, moment = graph.op_by_id[reader], self.moment[reader]

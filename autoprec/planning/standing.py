@@ -29,7 +29,7 @@ def standing(graph: OpGraph, roots: Roots, end: int) -> Iterator[Standing]:
     moment = {op.id: i for i, op in enumerate(graph.ops)}
     for t in graph.tensors:
         producer = graph.producer.get(roots.root_of[t.id])
-        if t.is_output and t.is_float32 and t.requires_grad and producer is not None:
+        if t.gets_gradient and producer is not None:
             first = end + 1 - moment[producer]  # before, it is there as the gradient of the tensor
             if first <= end:
                 yield Standing(what="gradients of the outputs", first=first, last=end, bytes=4 * t.numel)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from autoprec.devices import Device
 from autoprec.graphs import ATTENTION, Op, Role
+from autoprec.planning.attention import is_unfused
 from autoprec.planning.flow import Flow
 from autoprec.planning.noise import relative_error
 from autoprec.planning.remaking import Remakings
@@ -99,7 +100,7 @@ class Stores:
 
     def _others(self, op: Op, root: str, moment: int, unit: int | None) -> list[Saver]:
         """What an op that is no GEMM keeps of a tensor; nothing if that must be kept as it is."""
-        if self._changes(op):
+        if self._changes(op) or is_unfused(op):  # which in FP32 keeps copies of what it is given, not these
             return []
         found = []
         own = (*op.inputs[:3], *op.outputs) if op.kind == ATTENTION else op.saves

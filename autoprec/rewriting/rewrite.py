@@ -47,7 +47,7 @@ from autoprec.rewriting.storing import Storing
 from autoprec.tracing.bindings import Binding, OpNode
 from autoprec.tracing.checkpoints import CheckpointPath, fold
 from autoprec.tracing.gemms import GemmCall
-from autoprec.tracing.kinds import changes_mode, enters_transform, out_of_place, returns_float32
+from autoprec.tracing.kinds import casts_nothing, changes_mode, enters_transform, out_of_place, returns_float32
 
 __all__ = ["Rewritten", "rewrite"]
 
@@ -78,6 +78,8 @@ class _Rewriter(Storing):
         self.casts: dict[fx.Node, dict[tuple[str, CheckpointPath], fx.Node]] = {}
         self.born: dict[fx.Node, str] = {}
         self.root: dict[fx.Node, fx.Node] = {}
+        #: By cast that casts nothing, what it is given.
+        self.same: dict[fx.Node, fx.Node] = {}
         self.packed: dict[tuple[fx.Node, str, CheckpointPath], fx.Node] = {}
         self.main: fx.Node | None = None
         self.path: CheckpointPath = ()
@@ -172,6 +174,13 @@ class _Rewriter(Storing):
         self.origin[new] = node
         self._shows(new, node, fmt)
 
+    def same_as(self, node: fx.Node, other: fx.Node) -> None:
+        """A captured node is another one: all that stands for that stands for it."""
+        self.same[node] = other = self.same.get(other, other)
+        self.value[node], self.casts[node], self.born[node] = self.value[other], self.casts[other], self.born[other]
+        self.root[node] = self.root.get(other, other)
+        self._shows(self.value[node], node, self.born[node])
+
     def as_born(self, node: fx.Node) -> fx.Node:
         return self.value[node]
 
@@ -181,6 +190,7 @@ class _Rewriter(Storing):
 
     def in_format(self, node: fx.Node, fmt: str, region: int | None = None) -> fx.Node:
         """The value in `fmt`; only float32 tensors ever change."""
+        node = self.same.get(node, node)
         if fmt == self.born[node] or not returns_float32(node.meta.get("example_value")):
             return self.as_born(node)
         # Casts into FP16 regions of different gradient scales are different casts.
@@ -272,6 +282,8 @@ class _Rewriter(Storing):
     def write_op(self, op: OpNode) -> None:
         if op.inplace is not None:
             self.visit_inplace(op, op.inplace)
+        elif casts_nothing(op.node):
+            self.same_as(op.node, op.inputs[0][0])
         elif op.op_class is OpClass.VIEW and (op.id, Role.OUTPUT) not in self.plan.format_of:
             base = op.inputs[0][0] if op.inputs else None
             fmt = self.born[base] if base is not None and returns_float32(base.meta["example_value"]) else _FP32

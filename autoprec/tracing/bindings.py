@@ -15,6 +15,7 @@ from autoprec.tracing.checkpoints import Checkpoint
 from autoprec.tracing.gemms import GemmCall, gemm_call
 from autoprec.tracing.kinds import (
     FUNCTION,
+    casts_nothing,
     changes_mode,
     class_of,
     enters_transform,
@@ -348,6 +349,8 @@ class _Walk:
             return OpClass.WIDE
         if op_class is OpClass.RECURRENT and _is_projected(node):
             return OpClass.WIDE
+        if casts_nothing(node):
+            return OpClass.VIEW
         result = node.meta.get("example_value")
         if op_class is OpClass.VIEW and isinstance(result, torch.Tensor) and not returns_float32(result):
             return OpClass.WIDE  # view(dtype) shows the bits of the format that the user wrote

@@ -19,6 +19,7 @@ __all__ = [
     "FUNCTION",
     "GROUPED",
     "INPLACE_POSITION",
+    "casts_nothing",
     "changes_mode",
     "class_of",
     "enters_transform",
@@ -193,6 +194,13 @@ def is_user_cast(node: fx.Node) -> bool:
         return True
     values: list[Any] = [*node.args[1:], *node.kwargs.values()]
     return any(isinstance(v, (torch.dtype, fx.Node)) for v in values)
+
+
+def casts_nothing(node: fx.Node) -> bool:
+    """Whether a cast of the user's gives its argument, one float32 tensor, back."""
+    given = [n.meta.get("example_value") for n in node.all_input_nodes]
+    told = is_user_cast(node) and not node.kwargs.get("copy")
+    return told and len(given) == 1 and all(map(returns_float32, (*given, node.meta.get("example_value"))))
 
 
 def returns_float32(value: Any) -> bool:

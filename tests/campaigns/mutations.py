@@ -147,6 +147,7 @@ HEADER = {
                 "requires_grad": True,
                 "base": "fc:linear#0:0",
                 "is_output": True,
+                "is_unused": True,
             },
         ],
     },

@@ -265,6 +265,7 @@ HEADER = mapping(
                         },
                         base=MAYBE_TEXT,
                         is_output={"type": "boolean"},
+                        is_unused={"type": "boolean"},
                     )
                 ),
             },
