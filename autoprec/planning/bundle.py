@@ -129,15 +129,15 @@ def priced(relaxation: Relaxation, prices: Prices) -> Cut:
 
 
 def missed(relaxation: Relaxation, totals: Totals, known: Iterable[Limit]) -> list[Limit]:
-    """Limits without a price that an assignment breaks: the highest moment, the loss, and the rows broken most."""
+    """Limits without a price that an assignment breaks: the highest phase, the loss, and the rows broken most."""
     taken = set(known)
     found = []
     budget = relaxation.problem.budget_bytes
     if budget is not None and len(totals.bytes_at):
         peak = int(totals.bytes_at.argmax())
-        near = any(limit.kind == "moment" and abs(limit.place - peak) <= 1 for limit in taken)
+        near = any(limit.kind == "phase" and abs(limit.place - peak) <= 2 for limit in taken)
         if totals.bytes_at[peak] > budget and not near:
-            found.append(Limit("moment", peak))
+            found.append(Limit("phase", peak))
     if relaxation.over(totals, Limit("loss", 0)) > 0.0:
         found.append(Limit("loss", 0))
     order = np.argsort(-totals.short, kind="stable")[:_NEW_ROWS]

@@ -67,7 +67,7 @@ class Step:
             self.hold(f"statistics of {p.ops[moment]}", "statistics", kept_from, p.backward(moment), size)
             self.saved += size if kept_from == moment else 0
         for held in p.standing:
-            self.hold(held.what, _GRADIENTS, held.first, held.last, held.bytes)
+            self.hold_phases(held.what, _GRADIENTS, *p.held_with_casts(held), held.bytes)
         for moment, size in p.workspace:
             self.hold(f"workspace of {p.op_at(moment)}", "workspace", moment, moment, size)
 
@@ -90,7 +90,11 @@ class Step:
             self.saved += unit.kept[k] if unit.kept_from is None else 0
 
     def hold(self, what: str, kind: str, first: int, last: int, size: int) -> None:
-        """Bytes of a kind (`plans.Holding`) that are held from one moment to another, both included."""
+        """Bytes of a kind (`plans.Holding`) that are held while the ops of two moments run, and between them."""
+        self.hold_phases(what, kind, self.problem.phase(first), self.problem.phase(last), size)
+
+    def hold_phases(self, what: str, kind: str, first: int, last: int, size: int) -> None:
+        """The same from one phase to another, both included."""
         if size:
             self.held.append((what, first, last, size))
             self.kinds.append(kind)
@@ -111,10 +115,11 @@ class Step:
         """Casts and copies of one tensor, and the gradient of it."""
         p, t = self.problem, self.problem.tensors[index]
         born = self.result(t.born)
-        last = {(born, t.birth): t.birth}
+        birth, casts = p.phase(t.birth), p.casts_at(t)
+        last: dict[tuple[str, int | None], int] = {(born, None): casts}
         for use in t.readers:
             for f in dict.fromkeys((self.result(use.unit), self.copy(use.unit))):
-                last[f, t.birth] = max(last.get((f, t.birth), t.birth), use.moment)
+                last[f, None] = max(last.get((f, None), casts), p.phase(use.moment))
         for f, _ in last:
             if is_scaled(f):
                 self.seconds += t.runs * p.cast_seconds(result_format(f), f, t.numel)
@@ -126,23 +131,29 @@ class Step:
             self.store(t, self.stored[index])
         else:
             for use in t.savers:
-                key = (self.copy(use.unit), t.birth if use.kept_from is None else use.kept_from)
-                last[key] = max(last.get(key, t.birth), p.backward(use.moment))
+                key = (self.copy(use.unit), use.kept_from)
+                last[key] = max(last.get(key, 0), p.phase(p.backward(use.moment)))
             self.saved += sum(t.bytes_in(f) for f in {self.copy(u.unit) for u in t.savers if u.kept_from is None})
-        for (f, begin), end in last.items():
-            self.hold(t.id, f"activations, {f}", begin, end, t.bytes_in(f))
+        for (f, again), end in last.items():
+            begin = p.phase(again) if again is not None else birth if f == born else casts
+            self.hold_phases(t.id, f"activations, {f}", begin, end, t.bytes_in(f))
         self.gradients(t, born)
 
     def gradients(self, t: PlanTensor, born: str) -> None:
-        """The gradient of one tensor: in each format in which it is read, from the last reader there until its
-        birth, where it is cast to the format that it was born in. What a further reader sends is added to what is
-        there, and the gradient of a slice is one of the whole."""
-        p, what = self.problem, f"gradient of {t.id}"
-        last = {self.result(use.unit): p.backward(use.moment) for use in t.gradient_readers}
-        if last:
-            last.setdefault(born, p.backward(t.birth))
-        for f, first in last.items():
-            self.hold(what, _GRADIENTS, first, p.backward(t.birth), t.numel * bytes_of(f))
+        """The gradient of one tensor: in each format in which it is read, from the last reader there until it is cast
+        to the format that the tensor was born in, and in that until its birth. What a further reader sends is added to
+        what is there, and the gradient of a slice is one of the whole."""
+        p, what, casts = self.problem, f"gradient of {t.id}", self.problem.gradients_cast_at(t)
+        first: dict[str, int] = {}
+        for use in t.gradient_readers:
+            f, sent = self.result(use.unit), p.sent_at(use)
+            if f != born:
+                first[born] = min(casts, first.get(born, casts))
+                sent = min(sent, casts)
+            first[f] = min(sent, first.get(f, sent))
+        for f, sent in first.items():
+            end = p.phase(p.backward(t.birth)) if f == born else casts
+            self.hold_phases(what, _GRADIENTS, sent, end, t.numel * bytes_of(f))
         for use in t.gradient_readers[:-1]:
             then = p.backward(use.moment)
             self.hold(f"sum of the {what}", _GRADIENTS, then, then, t.numel * bytes_of(self.result(use.unit)))
@@ -178,7 +189,9 @@ class Step:
         self.seconds += dict(t.remaking.seconds)[made]
         first, last = p.made_again(t)
         if first < last:  # at the last moment it is there for the weight's gradient alone, which comes first
-            self.hold(f"{t.id} made again", "made again", first, last - 1, t.numel * bytes_of(made))
+            self.hold_phases(
+                f"{t.id} made again", "made again", p.phase(first), p.cast_phase(last - 1), t.numel * bytes_of(made)
+            )
 
     def storage_of(self, gemm: Gemm) -> str | None:
         """How the input of a GEMM is kept for its backward pass; None if that is as it was."""
@@ -275,7 +288,7 @@ class Step:
 def evaluate(problem: Problem, choice: Choice) -> Evaluation:
     """Seconds, bytes and noise of a choice, and every constraint that it breaks."""
     step = Step(problem, choice).whole()
-    change = [0] * (2 * len(problem.ops) + 1)
+    change = [0] * (problem.phases + 1)
     for _, first, last, size in step.held:
         change[first] += size
         change[last + 1] -= size
@@ -297,7 +310,7 @@ def judged(
 ) -> Evaluation:
     """The sums of a step against the limits."""
     peak = max(bytes_at, default=problem.fixed_bytes)
-    peak_moment = bytes_at.index(peak) if bytes_at else 0
+    peak_phase = bytes_at.index(peak) if bytes_at else 0
     noise = variance / problem.loss_scale
     if rows:
         noise += sum(v / row.limit for v, row in zip(rows, problem.rows, strict=True))
@@ -306,23 +319,23 @@ def judged(
         seconds=seconds,
         saved_bytes=saved,
         peak_bytes=peak,
-        peak_moment=peak_moment,
+        peak_phase=peak_phase,
         loss_sigma=math.sqrt(variance),
         gradient_ratio=math.sqrt(max(ratios, default=0.0)),
         bytes_at=tuple(bytes_at),
         rows=tuple(rows),
         noise=noise,
         objective=objective_of(problem, seconds, saved, noise),
-        violations=tuple(_violations(problem, choice, peak, peak_moment, variance, rows)),
+        violations=tuple(_violations(problem, choice, peak, peak_phase, variance, rows)),
     )
 
 
 def _violations(
-    problem: Problem, choice: Choice, peak: int, peak_moment: int, variance: float, rows: Sequence[float]
+    problem: Problem, choice: Choice, peak: int, peak_phase: int, variance: float, rows: Sequence[float]
 ) -> list[Violation]:
     found = []
     if problem.budget_bytes is not None and peak > problem.budget_bytes:
-        what = problem.moment_name(peak_moment)
+        what = problem.phase_name(peak_phase)
         found.append(Violation(kind="peak", what=what, value=peak, limit=problem.budget_bytes))
     limit = problem.loss_limit
     if limit is not None and variance > limit * (1.0 + _TOLERANCE):
@@ -337,10 +350,10 @@ def _violations(
     return found
 
 
-def holders(problem: Problem, choice: Choice, moment: int, count: int = 3) -> list[tuple[str, int]]:
-    """What holds the most bytes at a moment, largest first (parameters and inputs not counted)."""
+def holders(problem: Problem, choice: Choice, phase: int, count: int = 3) -> list[tuple[str, int]]:
+    """What holds the most bytes in a phase, largest first (parameters and inputs not counted)."""
     sizes: dict[str, int] = {}
     for what, first, last, size in Step(problem, choice).whole().held:
-        if first <= moment <= last:
+        if first <= phase <= last:
             sizes[what] = sizes.get(what, 0) + size
     return sorted(sizes.items(), key=lambda item: (-item[1], item[0]))[:count]

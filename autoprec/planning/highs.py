@@ -25,7 +25,7 @@ _ROUNDS = 500
 #: Proposals that break a row by less than the solver's tolerance are forbidden one by one this often; after that the
 #: budget's rows are tightened by two millionths.
 _FORBIDDEN = 25
-#: While rows are still being added for moments that break the budget.
+#: While rows are still being added for phases that break the budget.
 _LOOSE_GAP = 5e-3
 #: Of the objective, which is a share of 10,000: as fine as feasibility is.
 _ABSOLUTE_GAP = 1e-6
@@ -113,36 +113,36 @@ class _Liveness:
         self.limit = limit
         self.peak = peak
         self.slack = 0.0
-        self.moments: dict[int, int | None] = {}
+        self.phases: dict[int, int | None] = {}
 
-    def add(self, moment: int) -> bool:
-        """Add the row of a moment; False if it is there."""
-        if moment in self.moments:
+    def add(self, phase: int) -> bool:
+        """Add the row of a phase; False if it is there."""
+        if phase in self.phases:
             return False
-        held = self.program.bytes_at(moment)
+        held = self.program.bytes_at(phase)
         expression = Linear().add(held, 1.0 / self.unit)
         if self.peak is not None:
             expression.add(self.peak, -1.0)
         before = len(self.program.rows)
         self.program.at_most(expression, 0.0 if self.limit is None else self.limit - self.slack)
-        self.moments[moment] = before if len(self.program.rows) > before else None
+        self.phases[phase] = before if len(self.program.rows) > before else None
         return True
 
     def add_peaks(self, found: Evaluation, above: float, count: int = 6) -> bool:
-        """Add rows for the highest moments above a level, not next to each other; False if none is new."""
+        """Add rows for the highest phases above a level, not next to each other; False if none is new."""
         order = sorted(range(len(found.bytes_at)), key=lambda m: (-found.bytes_at[m], m))
         picked: list[int] = []
         for m in order:
             if found.bytes_at[m] <= above or len(picked) == count:
                 break
-            if all(abs(m - other) > 3 for other in picked):
+            if all(abs(m - other) > 6 for other in picked):
                 picked.append(m)
         return any([self.add(m) for m in picked])
 
     def tighten(self) -> None:
         """Ask for two millionths of the budget more than is needed."""
         self.slack = 2e-6
-        for row in self.moments.values():
+        for row in self.phases.values():
             if row is not None:
                 self.program.floors[row] += self.slack
 
@@ -154,7 +154,7 @@ def _seeds(problem: Problem) -> list[Evaluation]:
 def solve(problem: Problem, *, relative_gap: float = 0.0) -> Solution | None:
     """The best feasible choice with a proven bound, or None if there is none.
 
-    Proposals come from the program, verdicts from the evaluator; moments whose bytes break the budget get a row and
+    Proposals come from the program, verdicts from the evaluator; phases whose bytes break the budget get a row and
     the program is solved again. `relative_gap`: how far from the optimum HiGHS may stop. `SolverError` if it ends
     without a proof.
     """

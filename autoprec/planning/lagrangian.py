@@ -127,15 +127,22 @@ class _Search:
         for v in found.violations:
             over = v.value / v.limit - 1.0 if v.limit else 1.0
             if v.kind == "peak":
-                limit, over = Limit("moment", found.peak_moment), (v.value - v.limit) / self.relaxation.room
+                for phase, (held, known) in enumerate(zip(found.bytes_at, best.totals.bytes_at, strict=True)):
+                    if held > v.limit:
+                        over, unknown = ((held - x) / self.relaxation.room for x in (v.limit, known))
+                        self._keep_away(Limit("phase", phase), over, unknown + _MARGIN)
             elif v.kind == "loss":
-                limit = Limit("loss", 0)
+                self._keep_away(Limit("loss", 0), over)
             else:
-                limit = Limit("row", next(r for r, row in enumerate(problem.rows) if row.weight == v.what))
-            margin = self.margins.get(limit, 0.0)
-            within_reach = (1.0 - margin) / 2.0  # nothing is less than all of a limit below it
-            self.margins[limit] = margin + min(1.5 * over + _MARGIN, within_reach)
+                row = next(r for r, row in enumerate(problem.rows) if row.weight == v.what)
+                self._keep_away(Limit("row", row), over)
         return None
+
+    def _keep_away(self, limit: Limit, over: float, unknown: float = 0.0) -> None:
+        """Count from now on what the evaluator found over a limit, and at least what the tables did not know."""
+        margin = self.margins.get(limit, 0.0)
+        within_reach = (1.0 - margin) / 2.0  # nothing is less than all of a limit below it
+        self.margins[limit] = max(margin + min(1.5 * over + _MARGIN, within_reach), unknown)
 
     def broken(self, totals: Totals) -> list[Limit]:
         """Limits that an assignment breaks, or comes too near to."""

@@ -51,10 +51,10 @@ def holdings(problem: Problem, graph: OpGraph, solutions: Mapping[str, Solution]
 
 
 def _at_peak(problem: Problem, solution: Solution) -> Counter[tuple[str, str]]:
-    step, moment = Step(problem, solution.choice).whole(), solution.evaluation.peak_moment
+    step, phase = Step(problem, solution.choice).whole(), solution.evaluation.peak_phase
     held: Counter[tuple[str, str]] = Counter()
     for (what, first, last, size), kind in zip(step.held, step.kinds, strict=True):
-        if first <= moment <= last:
+        if first <= phase <= last:
             named = _ID.search(what)
             held[named["layer"] if named else "", kind] += size
     return held

@@ -8,7 +8,7 @@ made small by the objective and by the rows that limit them, so they are exact w
     a[o, f], b[o, f]      rounding of a GEMM's input and of the gradient that arrives; l[o, f] in passing gradients on
     v[k]                  relative gradient variance
     k[t, f] ≥ y − Σ s     copies kept for backward
-    live[t, f, τ] ≥ …     only for moments that are asked for (`Program.limit_moment`)
+    live[t, f, τ] ≥ …     only for phases that are asked for (`Program.bytes_at`)
 
 Everything is relative (seconds to the FP32 total, noise to its limit, bytes to the budget) and the objective is
 multiplied by 10⁴, so that the solver's absolute tolerances (10⁻⁶) are harmless.
@@ -17,6 +17,7 @@ multiplied by 10⁴, so that the solver's absolute tolerances (10⁻⁶) are har
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from autoprec.planning.codes import bytes_of, copy_of, other_operand_of, owner, 
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
 from autoprec.planning.linear import Linear, Rows
 from autoprec.planning.liveness import demands
+from autoprec.planning.propagation import worst_variances
 from autoprec.planning.solutions import Choice
 from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit
 from autoprec.plans import RECOMPUTED
@@ -41,7 +43,7 @@ _CAP = 2.0
 #: Copies that are there or not, and their bytes.
 _Held = tuple[Linear, int]
 
-_DemandKey = tuple[tuple[tuple[str, int], ...], tuple[int | None, ...], tuple[int | None, ...], int]
+_DemandKey = tuple[Any, ...]
 
 
 class Program(Rows):
@@ -66,7 +68,7 @@ class Program(Rows):
         self.s = {(t, f): self.variable(0.0, binary=True) for t in problem.storable
                   for f in problem.tensors[t].storages}  # fmt: skip
         self.stored = {t: self._any_storage(t) for t in problem.storable}
-        self._worst = _worst_variances(problem)
+        self._worst = worst_variances(problem)
         self.v = [self.variable(0.0) for _ in self._worst]
         for unit in self.y:
             self.row({k: 1.0 for k in unit}, 1.0)
@@ -230,15 +232,15 @@ class Program(Rows):
             seconds, (first, last) = dict(t.remaking.seconds), p.made_again(t)
             made = self._one_of(binary, result_of(t.born), {f: seconds[f] for f in self.formats(result_of(t.born))})
             held = [(expression, t.numel * bytes_of(f)) for f, expression in made.items()]
-            for moment in range(first, last):
-                self.workspace.setdefault(moment, []).extend(held)
+            for phase in range(p.phase(first), 2 * last):
+                self.workspace.setdefault(phase, []).extend(held)
             self.remade[self.problem.tensor_index[t.id]] = made
             return
         maker = copy_of(t.stored_by[1])
         self._one_of(binary, maker, {f: p.cast_seconds(f, storage, t.numel) for f in self.formats(maker)})
         for saver in t.others:
             read = self._read(binary, storage, copy_of(saver.unit), saver.numel)
-            self.workspace.setdefault(p.backward(saver.moment), []).extend(read)
+            self.workspace.setdefault(p.phase(p.backward(saver.moment)), []).extend(read)
 
     def _read(self, binary: int, storage: str, unit: int | None, numel: int) -> list[_Held]:
         """What reading a narrow copy in the unit's format costs, if it is there; what it makes."""
@@ -358,36 +360,46 @@ class Program(Rows):
 
     # Bytes
 
-    def bytes_at(self, moment: int) -> Linear:
-        """Bytes held at a moment, without the fixed ones."""
+    def bytes_at(self, phase: int) -> Linear:
+        """Bytes held in a phase, without the fixed ones."""
         p = self.problem
-        total = Linear(float(sum(size for first, last, size in p.always_held() if first <= moment <= last)))
+        total = Linear(float(sum(size for first, last, size in p.always_held() if first <= phase <= last)))
         for unit, options in zip(p.units, self.y, strict=True):
-            if unit.backward_workspace and p.backward(unit.moment) == moment:
+            here, then = p.phase(unit.moment), p.phase(p.backward(unit.moment))
+            if unit.backward_workspace and then == phase:
                 for k, size in zip(options, unit.backward_workspace, strict=True):
                     total.add(k, float(size))
-            if unit.role is Role.OUTPUT and unit.moment == moment:
+            if unit.role is Role.OUTPUT and here == phase:
                 for k, size in zip(options, unit.workspace, strict=True):
                     total.add(k, float(size))
-            if unit.kept and (unit.kept_from or unit.moment) <= moment <= p.backward(unit.moment):
+            if unit.kept and (p.phase(unit.kept_from) if unit.kept_from else here) <= phase <= then:
                 for k, size in zip(options, unit.kept, strict=True):
                     total.add(k, float(size))
         for gemm in p.gemms:
-            if p.backward(gemm.moment) == moment:
+            if p.phase(p.backward(gemm.moment)) == phase:
                 total.add(*self._larger_workspace(gemm))
-        for expression, size in self.workspace.get(moment, ()):
+        for expression, size in self.workspace.get(phase, ()):
             total.add(expression, float(size))
-        for demand in demands(p, moment):
+        for demand in demands(p, phase):
             for f, size in demand.stored:
                 total.add(self.s[demand.tensor, f], float(size))
-            key = (demand.sizes, demand.always, demand.unless_stored, demand.tensor if demand.unless_stored else -1)
-            if key not in self._live:
+            key = (demand.sizes, demand.always, demand.unless_stored, demand.apart,
+                   demand.tensor if demand.unless_stored else -1)  # fmt: skip
+            if demand.apart is not None and key not in self._live:
+                self._live[key] = {f: self._apart(*demand.apart, f) for f, _ in demand.sizes}
+            elif key not in self._live:
                 costs = {f: 0.0 for f, _ in demand.sizes}
                 spared = self.stored.get(demand.tensor)
                 self._live[key] = self.copies(costs, demand.always, demand.unless_stored, spared)
             for f, size in demand.sizes:
                 total.add(self._live[key][f], float(size))
         return total
+
+    def _apart(self, unit: int | None, other: int | None, f: str) -> Linear:
+        """1 where a unit has a format that another has not."""
+        there = self.variable(0.0)
+        self.at_least(there, Linear().add(self.is_in(unit, f)).add(self.is_in(other, f), -1.0))
+        return Linear().add(there)
 
     def _larger_workspace(self, gemm: Gemm) -> tuple[int, float]:
         """A variable, and the bytes that it is a share of: the largest of what is held while the weight's gradient is
@@ -429,18 +441,3 @@ class Program(Rows):
         """The choice that a solver's answer stands for."""
         options = tuple(int(np.argmax(x[unit])) for unit in self.y)
         return Choice(options=options, stored=frozenset(key for key, k in self.s.items() if x[k] > 0.5))
-
-
-def _worst_variances(problem: Problem) -> list[float]:
-    """Relative gradient variances if every rounding that may happen did."""
-    worst = [0.0] * problem.variances
-    for node in reversed(problem.nodes):
-        possible = {f for u in node.units for v in (u, result_of(u)) for f in problem.formats_of(v)}
-        passed = sum(relative for f, relative in node.local if f in possible)
-        passed += sum(share * worst[k] for k, share in node.outputs)
-        for k, share in node.inputs:
-            worst[k] += share * passed
-        for _, saver in problem.savers_at.get(node.moment, ()):
-            for k, share in saver.reached:
-                worst[k] += share * max(relative for _, relative in saver.noise)
-    return worst

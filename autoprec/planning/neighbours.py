@@ -21,8 +21,8 @@ __all__ = ["Neighbours"]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one unit, tensor or GEMM costs: seconds, bytes kept for backward, and the bytes held at each moment, as
-    differences from the moment before."""
+    """What one unit, tensor or GEMM costs: seconds, bytes kept for backward, and the bytes held in each phase, as
+    differences from the phase before."""
 
     seconds: float
     saved: int
@@ -50,16 +50,16 @@ class Neighbours:
         step = Step(p, choice)
         step.constant()
         self._seconds, self._saved = step.seconds, step.saved
-        change = np.zeros(2 * len(p.ops) + 1, np.int64)
-        for moment, size in _differences(step):
-            change[moment] += size
+        change = np.zeros(p.phases + 1, np.int64)
+        for phase, size in _differences(step):
+            change[phase] += size
         kinds = (("unit", len(p.units)), ("tensor", len(p.tensors)), ("gemm", len(p.gemms)))
         self._parts = {(kind, i): self._part(step, (kind, i)) for kind, n in kinds for i in range(n)}
         for part in self._parts.values():
             self._seconds += part.seconds
             self._saved += part.saved
-            for moment, size in part.change:
-                change[moment] += size
+            for phase, size in part.change:
+                change[phase] += size
         self._change = change
         self._loss = [step.loss_noise(t) for t in p.tensors]
         self._own = [step.weight_noise(gemm, self._nothing) for gemm in p.gemms]
@@ -102,10 +102,10 @@ class Neighbours:
             old, new = self._parts[kind, i], self._part(step, (kind, i))
             seconds += new.seconds - old.seconds
             saved += new.saved - old.saved
-            for moment, size in new.change:
-                change[moment] += size
-            for moment, size in old.change:
-                change[moment] -= size
+            for phase, size in new.change:
+                change[phase] += size
+            for phase, size in old.change:
+                change[phase] -= size
             if kind == "tensor":
                 loss += step.loss_noise(p.tensors[i]) - self._loss[i]
         bytes_at = (p.fixed_bytes + np.cumsum(change[:-1])).tolist()

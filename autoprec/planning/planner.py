@@ -189,12 +189,12 @@ def _why_infeasible(question: Question, gap: float, advise: bool) -> str:
             + ("; ".join(broken[:3]) or "the program has no solution")
             + ". Allow fp32 there, or raise noise.gradient or noise.loss."
         )
-    peak, moment = smallest.evaluation.peak_bytes, smallest.evaluation.peak_moment
-    held = ", ".join(f"{what} {bytes_text(size)}" for what, size in holders(problem, smallest.choice, moment))
+    peak, phase = smallest.evaluation.peak_bytes, smallest.evaluation.peak_phase
+    held = ", ".join(f"{what} {bytes_text(size)}" for what, size in holders(problem, smallest.choice, phase))
     changes = what_to_change(question, peak) if advise else []
     helps = f" Smallest feasible budgets with another policy: {'; '.join(changes)}." if changes else ""
     return (
         f"no plan fits the budget of {problem.budget_bytes} bytes; the smallest feasible budget is {peak} bytes"
-        f" ({bytes_text(peak)}). It is held up by the {problem.moment_name(moment)}: {bytes_text(problem.fixed_bytes)}"
+        f" ({bytes_text(peak)}). It is held up by the {problem.phase_name(phase)}: {bytes_text(problem.fixed_bytes)}"
         f" of parameters, gradients, optimizer state and inputs{', ' if held else ''}{held}.{helps}"
     )

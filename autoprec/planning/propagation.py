@@ -13,9 +13,10 @@ import numpy.typing as npt
 from scipy.sparse import csc_array
 from scipy.sparse.linalg import splu
 
+from autoprec.planning.codes import result_of
 from autoprec.planning.values import Problem
 
-__all__ = ["Propagation"]
+__all__ = ["Propagation", "worst_variances"]
 
 _Floats = npt.NDArray[np.float64]
 
@@ -106,3 +107,18 @@ class Propagation:
         if self._solver is None:
             return np.zeros(self.places)
         return np.asarray(self._enter_back @ self._solver.solve(np.asarray(self._up_back @ rows), trans="T"))
+
+
+def worst_variances(problem: Problem) -> list[float]:
+    """Relative gradient variances if every rounding that may happen did."""
+    worst = [0.0] * problem.variances
+    for node in reversed(problem.nodes):
+        possible = {f for u in node.units for v in (u, result_of(u)) for f in problem.formats_of(v)}
+        passed = sum(relative for f, relative in node.local if f in possible)
+        passed += sum(share * worst[k] for k, share in node.outputs)
+        for k, share in node.inputs:
+            worst[k] += share * passed
+        for _, saver in problem.savers_at.get(node.moment, ()):
+            for k, share in saver.reached:
+                worst[k] += share * max(relative for _, relative in saver.noise)
+    return worst

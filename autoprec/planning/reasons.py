@@ -169,7 +169,7 @@ class Reasons:
         kind, what = min(self._blocked, key=lambda key: (-self._blocked[key], key))
         problem, found = self._problem, self._solution.evaluation
         if kind == "peak" and problem.budget_bytes is not None:
-            where = problem.moment_name(found.peak_moment)
+            where = problem.phase_name(found.peak_phase)
             return f"peak: {bytes_text(found.peak_bytes)} of {bytes_text(problem.budget_bytes)} at {where}"
         if kind == "loss" and problem.loss_limit is not None:
             return f"loss noise: {found.loss_sigma:.3g} of {math.sqrt(problem.loss_limit):.3g}"

@@ -167,7 +167,7 @@ def effects(relaxation: Relaxation, here: _Ints, items: Items, limits: Sequence[
         for k, limit in enumerate(limits):
             if limit.kind == "loss" and g.loss is not None:
                 uses[k] += np.bincount(item, g.loss[table, new] - g.loss[table, old], items.count)
-            if limit.kind == "moment":
+            if limit.kind == "phase":
                 more = relaxation.share(g, table, new, limit.place) - relaxation.share(g, table, old, limit.place)
                 uses[k] += np.bincount(item, more, items.count)
         if g.noise is not None:

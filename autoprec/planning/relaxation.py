@@ -1,6 +1,6 @@
 """The Lagrangian relaxation of a `Problem`: limits become prices, and what is left is a sum of small tables.
 
-Priced are bytes at the moments that were asked for, the loss row, and every weight row that could break. For any prices
+Priced are bytes in the phases that were asked for, the loss row, and every weight row that could break. For any prices
 ≥ 0 the least priced sum is a lower bound of the objective. A weight's row has two parts: what its own roundings add is
 known in one table, what comes from above is linear in roundings everywhere. So an entry of that table is worth what it
 leaves for the variance from above, but not more than the most that can come, and an entry that leaves less than the
@@ -38,9 +38,9 @@ _TOLERANCE = 2e-9
 
 
 class Limit(NamedTuple):
-    """What may be priced: bytes at a moment (a share of the room for them), the loss, or a row (shares of limits)."""
+    """What may be priced: bytes in a phase (a share of the room for them), the loss, or a row (shares of limits)."""
 
-    kind: Literal["moment", "loss", "row"]
+    kind: Literal["phase", "loss", "row"]
     place: int
 
 
@@ -51,7 +51,7 @@ Prices = dict[Limit, float]
 @dataclass(frozen=True)
 class Totals:
     """What an assignment costs and uses: objective; loss variance as a share of `loss_scale`, rows as shares of their
-    limits; bytes at all moments. `short` is by how much each row is missed where entries are worth what they leave: the
+    limits; bytes in all phases. `short` is by how much each row is missed where entries are worth what they leave: the
     slope of the bound in the row's price."""
 
     objective: float
@@ -122,21 +122,21 @@ class Relaxation:
 
     # Bounds
 
-    def _moment(self, moment: int) -> tuple[_Ints, _Floats, float]:
-        """Entries that hold bytes at a moment, how much of the room, and what is left of the room without them."""
-        if moment not in self._at:
+    def _phase(self, phase: int) -> tuple[_Ints, _Floats, float]:
+        """Entries that hold bytes in a phase, how much of the room, and what is left of the room without them."""
+        if phase not in self._at:
             places, shares = [np.zeros(0, np.int64)], [np.zeros(0)]
             for g in self.groups:
                 count = g.base.shape[1]
-                for rows, sizes in g.at(moment):
+                for rows, sizes in g.at(phase):
                     used, column = np.nonzero(sizes)
                     places.append(g.start + rows[used] * count + column)
                     shares.append(sizes[used, column] / self.room)
             place, index = np.unique(np.concatenate(places), return_inverse=True)
             share = np.bincount(index.reshape(-1), np.concatenate(shares), len(place)).astype(np.float64)
-            left = ((self.problem.budget_bytes or 0) - float(self.tables.steady[moment])) / self.room
-            self._at[moment] = place, share, left
-        return self._at[moment]
+            left = ((self.problem.budget_bytes or 0) - float(self.tables.steady[phase])) / self.room
+            self._at[phase] = place, share, left
+        return self._at[phase]
 
     def bound(self, prices: Prices) -> float:
         """A lower bound of every feasible choice's objective; infinite if there is none."""
@@ -151,7 +151,7 @@ class Relaxation:
             elif limit.kind == "loss":
                 loss, constant = price, constant - price * self.loss_limit
             else:
-                constant -= price * self._moment(limit.place)[2]
+                constant -= price * self._phase(limit.place)[2]
         constant -= float(rows @ self._untouched)
         entering = self.propagation.prices(rows + TERTIARY)
         for g in self.groups:
@@ -163,8 +163,8 @@ class Relaxation:
             if g.noise is not None:
                 mine -= rows[g.noise.place][:, None] * self._credits[g.start]
         for limit, price in prices.items():
-            if limit.kind == "moment":
-                place, share, _ = self._moment(limit.place)
+            if limit.kind == "phase":
+                place, share, _ = self._phase(limit.place)
                 buffer[place] += price * share
         return constant + self.elimination.minimum()
 
@@ -177,7 +177,7 @@ class Relaxation:
         objective, loss = self.tables.constant, 0.0
         entering = np.zeros(self.propagation.places)
         own, left = np.zeros((2, len(self.problem.rows)))
-        change = np.zeros(2 * len(self.problem.ops) + 1)
+        change = np.zeros(self.problem.phases + 1)
         for g in self.groups:
             entry = g.entry(values)
             rows = np.arange(len(entry))
@@ -198,18 +198,18 @@ class Relaxation:
 
     def over(self, totals: Totals, limit: Limit) -> float:
         """By how much an assignment exceeds a limit, as a share of it (of the room, for bytes); negative below it."""
-        if limit.kind == "moment":
+        if limit.kind == "phase":
             return float(totals.bytes_at[limit.place] - (self.problem.budget_bytes or 0)) / self.room
         return totals.loss - self.loss_limit if limit.kind == "loss" else float(totals.rows[limit.place]) - self._limit
 
     def broken(self, totals: Totals) -> list[Limit]:
-        """Limits that an assignment breaks: the highest moment, the loss, and rows."""
+        """Limits that an assignment breaks: the highest phase, the loss, and rows."""
         found = []
         budget = self.problem.budget_bytes
         if budget is not None and len(totals.bytes_at):
             peak = int(totals.bytes_at.argmax())
             if totals.bytes_at[peak] > budget:
-                found.append(Limit("moment", peak))
+                found.append(Limit("phase", peak))
         if self.over(totals, Limit("loss", 0)) > 0.0:
             found.append(Limit("loss", 0))
         return found + [Limit("row", int(r)) for r in np.flatnonzero(totals.rows > self._limit)]
@@ -248,9 +248,9 @@ class Relaxation:
             rows[row] = 1.0
         return self.propagation.prices(rows)
 
-    def share(self, group: Group, tables: _Ints, entries: _Ints, moment: int) -> _Floats:
-        """The share of the room that entries hold at a moment."""
-        place, share, _ = self._moment(moment)
+    def share(self, group: Group, tables: _Ints, entries: _Ints, phase: int) -> _Floats:
+        """The share of the room that entries hold in a phase."""
+        place, share, _ = self._phase(phase)
         index = group.start + tables * group.base.shape[1] + entries
         if not len(place):
             return np.zeros(len(index))

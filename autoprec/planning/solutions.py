@@ -28,8 +28,8 @@ class Evaluation:
 
     Attributes:
         seconds, saved_bytes, peak_bytes, loss_sigma, gradient_ratio: as in `Totals`.
-        peak_moment: the first moment with the peak.
-        bytes_at: bytes held at each moment.
+        peak_phase: the first phase with the peak.
+        bytes_at: bytes held in each phase (`Problem.phase`).
         rows: E‖δ∇W‖² by weight row.
         noise: Σ row / limit plus loss variance / its scale; breaks ties only.
         objective: what the solvers minimise.
@@ -39,7 +39,7 @@ class Evaluation:
     seconds: float
     saved_bytes: int
     peak_bytes: int
-    peak_moment: int
+    peak_phase: int
     loss_sigma: float
     gradient_ratio: float
     bytes_at: tuple[int, ...]

@@ -16,8 +16,8 @@ __all__ = ["sharing_gradients"]
 
 
 def sharing_gradients(tensors: Iterable[PlanTensor], graph: OpGraph, roots: Roots) -> tuple[PlanTensor, ...]:
-    """The tensors, with the last gradient readers (which send the first gradients) of terms of a sum put at the op
-    after whose backward pass the gradient is the term's own.
+    """The tensors, with the last gradient readers (which send the first gradients) of terms of a sum marked with the op
+    in whose backward pass the gradient is the term's own (`Use.shared_until`).
 
     A term of which the sum is not the last reader gets a tensor of its own at once; so does what is added to itself, is
     multiplied, or has another shape than the sum.
@@ -31,7 +31,7 @@ def sharing_gradients(tensors: Iterable[PlanTensor], graph: OpGraph, roots: Root
         for i in sorted((i for i in terms if found[i].gradient_readers), key=lambda i: -_until(found[i])):
             if start >= _until(found[i]):
                 *others, last = found[i].gradient_readers
-                found[i] = replace(found[i], gradient_readers=(*others, replace(last, moment=start)))
+                found[i] = replace(found[i], gradient_readers=(*others, replace(last, shared_until=start)))
                 start = _until(found[i]) - (0 if others else 1)
     return tuple(found)
 

@@ -48,7 +48,7 @@ class Entries:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes that each entry holds from one moment to another, both included: [tables, entries], [tables], [tables]."""
+    """Bytes that each entry holds from one phase to another, both included: [tables, entries], [tables], [tables]."""
 
     sizes: _Floats
     first: _Ints
@@ -86,9 +86,9 @@ class Copies:
     spans: tuple[Span, ...]
     sizes: dict[tuple[int, int], _Floats]
 
-    def at(self, moment: int, entries: int) -> tuple[_Ints, _Floats]:
-        """Tables that may hold something at a moment, and what each of their entries holds."""
-        alive = np.array([(s.begin <= moment) & (moment <= s.end) for s in self.spans])
+    def at(self, phase: int, entries: int) -> tuple[_Ints, _Floats]:
+        """Tables that may hold something in a phase, and what each of their entries holds."""
+        alive = np.array([(s.begin <= phase) & (phase <= s.end) for s in self.spans])
         rows = np.flatnonzero(alive.any(axis=0))
         found = np.zeros((len(rows), entries))
         if not len(rows):
@@ -163,14 +163,14 @@ class Group:
             found = found * size + values[self.scopes[:, axis]]
         return found
 
-    def at(self, moment: int) -> Iterator[tuple[_Ints, _Floats]]:
-        """(tables, bytes [tables, entries]) that may be held at a moment."""
+    def at(self, phase: int) -> Iterator[tuple[_Ints, _Floats]]:
+        """(tables, bytes [tables, entries]) that may be held in a phase."""
         for held in self.held:
-            rows = np.flatnonzero((held.first <= moment) & (moment <= held.last))
+            rows = np.flatnonzero((held.first <= phase) & (phase <= held.last))
             if len(rows):
                 yield rows, held.sizes[rows]
         if self.copies is not None:
-            rows, sizes = self.copies.at(moment, self.base.shape[1])
+            rows, sizes = self.copies.at(phase, self.base.shape[1])
             if len(rows):
                 yield rows, sizes
 

@@ -41,7 +41,7 @@ class Tabulated:
     Attributes:
         groups: the tables; `length` is the number of their entries.
         constant: the objective's part that no decision changes.
-        steady: bytes at each moment that no decision changes, the fixed ones included.
+        steady: bytes in each phase that no decision changes, the fixed ones included.
         exact: False if some tensor is described by a mean of tables.
     """
 
@@ -64,7 +64,7 @@ class Tabulated:
         self._again = number.get(RECOMPUTED, -2)
         self._cast_table()
         self.constant = self._second * problem.constant_seconds
-        change = np.zeros(2 * len(problem.ops) + 1, np.int64)
+        change = np.zeros(problem.phases + 1, np.int64)
         self.constant += self._byte * sum(size for moment, since, size in problem.private if since == moment)
         for begin, last, size in problem.always_held():
             change[begin] += size
@@ -154,17 +154,17 @@ class Tabulated:
         none = (0,) * len(unit.options)
         workspace = unit.workspace if unit.role is Role.OUTPUT else none
         columns = (unit.seconds, workspace, unit.backward_workspace or none, unit.kept or none)
-        then = self.problem.backward(unit.moment)
-        kept = (unit.moment, 1.0) if unit.kept_from is None else (unit.kept_from, 0.0)
+        phase, then = self.problem.phase(unit.moment), self.problem.phase(self.problem.backward(unit.moment))
+        kept = (phase, 1.0) if unit.kept_from is None else (self.problem.phase(unit.kept_from), 0.0)
         figures = [column[k] for column in columns for k in options]
-        self._record("unit", [place], (), [*figures, unit.moment, then, *kept])
+        self._record("unit", [place], (), [*figures, phase, then, *kept])
 
     def _units(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
         n = entries.count
         seconds, workspace, backward, kept = (figures[k * n : (k + 1) * n].T for k in range(4))
-        moment, then, first = figures[4 * n : 4 * n + 3].astype(np.int64)
+        phase, then, first = figures[4 * n : 4 * n + 3].astype(np.int64)
         counts = figures[4 * n + 3][:, None]
-        held = (Held(workspace, moment, moment), Held(backward, then, then), Held(kept, first, then))
+        held = (Held(workspace, phase, phase), Held(backward, then, then), Held(kept, first, then))
         return self._group(scopes, entries, seconds, counts * kept, held=held)
 
     def _group(
@@ -200,16 +200,17 @@ class Tabulated:
         if storage is None:
             return
         moment, unit = t.stored_by
-        masks = [*t.masks, *map(p.backward, t.masks)]
-        figures: list[float] = [t.numel, moment, p.backward(moment), t.mask_bytes, *masks]
+        masks = [p.phase(m) for m in (*t.masks, *map(p.backward, t.masks))]
+        figures: list[float] = [t.numel, p.phase(moment), p.phase(p.backward(moment)), t.mask_bytes, *masks]
         if t.remaking is not None:
-            figures += [*p.made_again(t), *self._vector(t.remaking.seconds)]
+            first, last = p.made_again(t)
+            figures += [p.phase(first), 2 * last, *self._vector(t.remaking.seconds)]
         born = -1 if t.remaking is None else of(t.born)
         self._record("store", [storage, of(unit), born], (len(t.masks), t.remaking is not None), figures)
         for k, saver in enumerate(t.others):
             noise = self._vector((f, saver.noise_in(f)) for f in dict.fromkeys(f for f, _ in saver.noise))
-            self._record("other", [storage, of(saver.unit)], (),
-                         [saver.numel, p.backward(saver.moment), propagation.saver(index, k), *noise])  # fmt: skip
+            then, place = p.phase(p.backward(saver.moment)), propagation.saver(index, k)
+            self._record("other", [storage, of(saver.unit)], (), [saver.numel, then, place, *noise])
 
     def _uses(self, t: PlanTensor, storage: int | None) -> None:
         """One table for a tensor, or several for a few of its readers each."""
@@ -250,6 +251,7 @@ class Tabulated:
         senders: Sequence[Use], sums: Sequence[Use], slices: Sequence[int], tables: int,
     ) -> None:  # fmt: skip
         p, of = self.problem, self.decisions.of
+        then: Callable[[int], int] = lambda moment: p.phase(p.backward(moment))  # noqa: E731
         begins = dict.fromkeys(u.kept_from for u in savers if u.kept_from is not None)
         copy = {None: 0} | {begin: 1 + k for k, begin in enumerate(begins)}
         places = [of(t.born), *(of(u.unit) for u in (*readers, *savers, *senders, *sums))]
@@ -260,10 +262,10 @@ class Tabulated:
         )  # fmt: skip
         places.append(-1 if storage is None else storage)
         figures = [
-            t.numel, t.wide_bytes, t.birth, p.backward(t.birth), *loss,
-            *(u.moment for u in readers),
-            *(p.backward(u.moment) for u in savers), *(u.kept_from or 0 for u in savers),
-            *(p.backward(u.moment) for u in senders), *(p.backward(u.moment) for u in sums), *map(p.backward, slices),
+            t.numel, t.wide_bytes, p.phase(t.birth), then(t.birth), p.casts_at(t), p.gradients_cast_at(t), *loss,
+            *(p.phase(u.moment) for u in readers),
+            *(then(u.moment) for u in savers), *(p.phase(u.kept_from or 0) for u in savers),
+            *map(p.sent_at, senders), *(then(u.moment) for u in sums), *map(then, slices),
         ]  # fmt: skip
         self._record("copies", places, reads, figures)
 
@@ -279,8 +281,8 @@ class Tabulated:
         if stored:  # what is stored narrow is not kept as it is
             savers = [np.where(columns[-1] >= 0, -1, c) for c in savers]
         numel, wide = figures[0], figures[1]
-        birth, then = figures[2].astype(np.int64), figures[3].astype(np.int64)
-        loss, rest = figures[4 : 4 + self._formats], iter(figures[4 + self._formats :].astype(np.int64))
+        birth, then, casts, back_at = figures[2:6].astype(np.int64)
+        loss, rest = figures[6 : 6 + self._formats], iter(figures[6 + self._formats :].astype(np.int64))
         reads, keeps, starts, sends, adds, views = ([next(rest) for _ in range(k)] for k in (nr, ns, ns, ng, nu, nl))
         size = [wide if f == 0 else numel * self._sizes[f] * narrow for f in range(self._formats)]
         made = self._any([born, *readers], entries.count)
@@ -298,15 +300,16 @@ class Tabulated:
         saved = summed(kept, np.array(size))
         rounded = self._any([born, *readers, *own], entries.count)
         rounded = [there & (born != f) for f, there in enumerate(rounded)] if inherits else rounded
-        spans = [Span(0, born, birth, birth)]
-        spans += [Span(0, c, birth, m) for c, m in zip(readers, reads, strict=True)]
-        spans += [Span(0, c, birth, m) for c, m in zip(scaled, reads, strict=True) if (c >= 0).any()]
-        spans += [Span(copy, c, birth if copy == 0 else start, end)
+        spans = [Span(0, born, birth, casts)]
+        spans += [Span(0, c, casts, m) for c, m in zip(readers, reads, strict=True)]
+        spans += [Span(0, c, casts, m) for c, m in zip(scaled, reads, strict=True) if (c >= 0).any()]
+        spans += [Span(copy, c, casts if copy == 0 else start, end)
                   for copy, c, start, end in zip(shared, savers, starts, keeps, strict=True)]  # fmt: skip
         gradient = 1 + max(shared, default=0)
-        if senders:
-            spans += [Span(gradient, c, m, then) for c, m in zip(senders, sends, strict=True)]
-            spans.append(Span(gradient, born, then, then))
+        for c, m in zip(senders, sends, strict=True):
+            for other, begin, end in ((c != born, np.minimum(m, back_at), back_at), (c == born, m, then)):
+                spans.append(Span(gradient, np.where(other, c, -1), begin, end))
+            spans.append(Span(gradient, np.where(c != born, born, -1), back_at, then))
         sizes = {(copy, f): size[f] / tables for copy in range(gradient) for f in range(self._formats)}
         width = np.array(self._sizes, np.float64)
         if senders:
@@ -363,7 +366,7 @@ class Tabulated:
             sizes = dict(zip(unit.options, unit.workspace, strict=True))
             workspace += self._vector((f, float(sizes.get(f, 0))) for f in unit.options)
         present = (storage is not None, gemm.has_grad_input, gemm.has_grad_weight, gemm.operands_numel > 0)
-        figures = [gemm.x_numel, gemm.out_numel, gemm.operands_numel, p.backward(gemm.moment), *workspace,
+        figures = [gemm.x_numel, gemm.out_numel, gemm.operands_numel, p.phase(p.backward(gemm.moment)), *workspace,
                    *p.remade_for(gemm), gemm.weight_bytes, gemm.read_numel, gemm.skipped_bytes]  # fmt: skip
         born = of(p.tensors[gemm.x].born)
         again = born if storage is not None and p.tensors[gemm.x].remaking is not None else -1
@@ -381,7 +384,7 @@ class Tabulated:
         kept = np.where(again, self._result[born], kept)
         made, beside = self._result[own], self._copy[self._beside[g]]
         there = kept >= 0 if stored else np.zeros(entries.count, np.bool_)
-        x, out, operands, moment = *figures[:3], figures[3].astype(np.int64)
+        x, out, operands, phase = *figures[:3], figures[3].astype(np.int64)
         n, width = self._formats, np.array(self._sizes, np.float64)
         of_input: list[_Cast] = []
         of_weight: list[_Cast] = []
@@ -405,7 +408,7 @@ class Tabulated:
         both = (own != 0) if has_input and has_weight else np.zeros(entries.count, np.bool_)
         early, late = figures[-3][:, None] * both, x[:, None] * width[made] * both - figures[-1][:, None] * (own == 0)
         largest = np.maximum.reduce([held[0] + early, held[1] + there - late, there + made_of - late])
-        return self._group(scopes, entries, seconds, held=(Held(largest, moment, moment),))
+        return self._group(scopes, entries, seconds, held=(Held(largest, phase, phase),))
 
     def _noises(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
         places, stored = pattern.reads

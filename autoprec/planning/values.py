@@ -16,6 +16,7 @@ from autoprec.errors import DeviceError
 from autoprec.formats import result_format
 from autoprec.graphs import Role
 from autoprec.planning.codes import bytes_of, format_of, owner
+from autoprec.planning.phases import Phases
 from autoprec.plans import is_parameter
 
 __all__ = [
@@ -76,11 +77,15 @@ class Use:
 
     What is made inside an activation checkpoint is not kept but made again: `kept_from` is then the backward moment
     at which that happens, and None for what is kept since it was made.
+
+    Of a reader's gradient: `shared_until` is the forward moment at whose backward pass it becomes the tensor's own; it
+    is another tensor's before (`sums`), unless it is cast. None: from the beginning.
     """
 
     moment: int
     unit: int | None
     kept_from: int | None = None
+    shared_until: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +297,7 @@ class WeightRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class Problem(Phases):
     """Everything that solvers and the evaluator need, and nothing else.
 
     Attributes:
@@ -335,10 +340,15 @@ class Problem:
     loss_scale: float
 
     def always_held(self) -> Iterator[tuple[int, int, int]]:
-        """(first moment, last moment, bytes) of what is held whatever the choice, without the fixed bytes."""
-        yield from ((first, self.backward(moment), size) for moment, first, size in self.private)
-        yield from ((held.first, held.last, held.bytes) for held in self.standing)
-        yield from ((moment, moment, size) for moment, size in self.workspace)
+        """(first phase, last phase, bytes) of what is held whatever the choice, without the fixed bytes."""
+        for moment, first, size in self.private:
+            yield self.phase(first), self.phase(self.backward(moment)), size
+        yield from ((*self.held_with_casts(s), s.bytes) for s in self.standing)
+        yield from ((self.phase(moment), self.phase(moment), size) for moment, size in self.workspace)
+
+    def held_with_casts(self, held: Standing) -> tuple[int, int]:
+        """The phases between which it is held: also while the gradients of the op before are cast."""
+        return self.cast_phase(held.first - 1), self.cast_phase(held.last)
 
     def frozen_bytes(self, options: Sequence[int]) -> int:
         """Bytes of frozen parameters whose format is decided, under a choice of options."""
@@ -350,9 +360,20 @@ class Problem:
             return ("fp32",)
         return format_of(unit, self.units[owner(unit)].options)
 
-    def backward(self, moment: int) -> int:
-        """The moment at which the op of a forward moment runs backward."""
-        return 2 * len(self.ops) - 1 - moment
+    def casts_at(self, t: PlanTensor) -> int:
+        """The phase in which all casts of a tensor are made: before its first reader runs."""
+        first = min((use.moment for use in t.readers), default=t.birth)
+        return max(self.cast_phase(first), self.phase(t.birth))
+
+    def gradients_cast_at(self, t: PlanTensor) -> int:
+        """The phase in which the gradients of a tensor are cast to the format that it was born in: after its first
+        reader ran backward."""
+        first = min((use.moment for use in t.gradient_readers), default=t.birth)
+        return min(self.cast_phase(self.backward(first)), self.phase(self.backward(t.birth)))
+
+    def sent_at(self, use: Use) -> int:
+        """The phase from which on the gradient that a reader sends is held."""
+        return self.phase(self.backward(use.moment if use.shared_until is None else use.shared_until))
 
     def made_again(self, t: PlanTensor) -> tuple[int, int]:
         """The backward moments between which a tensor that is made again is held: of the last and of the first product
@@ -377,14 +398,6 @@ class Problem:
         if format_name == "fp32" or not (gemm.has_grad_input and gemm.has_grad_weight):
             return 0, -gemm.skipped_bytes if format_name == "fp32" else 0
         return gemm.weight_bytes, gemm.x_numel * bytes_of(result_format(format_name))
-
-    def moment_name(self, moment: int) -> str:
-        """A moment for people: "forward of blocks.0:linear#0"."""
-        return f"{'forward' if moment < len(self.ops) else 'backward'} of {self.op_at(moment)}"
-
-    def op_at(self, moment: int) -> str:
-        """The op that runs, forward or backward, at a moment."""
-        return self.ops[moment] if moment < len(self.ops) else self.ops[2 * len(self.ops) - 1 - moment]
 
     @cached_property
     def _cast_by_pair(self) -> dict[tuple[str, str], CastTiming]:

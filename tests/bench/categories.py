@@ -87,10 +87,10 @@ def forward(found: Calibrated, model: nn.Module) -> Any:
 def predicted(proposals: Proposals, choice: Choice) -> tuple[int, int, int]:
     """(held between the passes, highest of the forward pass, of both), beyond what is held anyway."""
     problem = proposals.problem
-    step, moments = Step(problem, choice).whole(), len(problem.ops)
-    between = sum(size for _, first, last, size in step.held if first < moments <= last)
-    bytes_at = [sum(size for _, first, last, size in step.held if first <= m <= last) for m in range(2 * moments)]
-    return between, max(bytes_at[:moments]), max(bytes_at)
+    step, turn = Step(problem, choice).whole(), 2 * len(problem.ops)
+    between = sum(size for _, first, last, size in step.held if first < turn <= last)
+    bytes_at = [sum(size for _, first, last, size in step.held if first <= k <= last) for k in range(problem.phases)]
+    return between, max(bytes_at[:turn]), max(bytes_at)
 
 
 def categories(found: Calibrated, name: str, proposals: Proposals, plan: Plan, choice: Choice) -> Iterator[Category]:

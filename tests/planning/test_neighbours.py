@@ -17,8 +17,8 @@ from tests.planning.test_solvers import random_choice
 
 
 def agree(a: Evaluation, b: Evaluation) -> bool:
-    exact = (a.saved_bytes, a.peak_bytes, a.peak_moment, a.bytes_at) == (
-        b.saved_bytes, b.peak_bytes, b.peak_moment, b.bytes_at
+    exact = (a.saved_bytes, a.peak_bytes, a.peak_phase, a.bytes_at) == (
+        b.saved_bytes, b.peak_bytes, b.peak_phase, b.bytes_at
     )  # fmt: skip
     # A sum of differences leaves a residue of what was subtracted; what is a root is compared as the sum that it was.
     sums = np.allclose(

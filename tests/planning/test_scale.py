@@ -53,7 +53,7 @@ def disagreement(problem: Problem, rng: np.random.Generator) -> str:
         if not np.allclose(rows, totals.rows, rtol=1e-9, atol=1e-15):
             return f"rows: {rows}, tables {totals.rows}"
         budgeted = Relaxation(replace(problem, budget_bytes=problem.fixed_bytes + 1000))
-        for moment in rng.integers(2 * len(problem.ops), size=3).tolist():
+        for moment in rng.integers(problem.phases, size=3).tolist():
             shares = sum(
                 float(budgeted.share(g, np.arange(len(g.scopes)), g.entry(values), moment).sum())
                 for g in budgeted.groups
@@ -176,7 +176,7 @@ def test_the_bound_is_one_at_any_prices() -> None:
             prices = {Limit("row", r): scale * float(rng.exponential()) for r in range(len(problem.rows))}
             prices |= {Limit("loss", 0): scale * float(rng.exponential())} if problem.loss_limit else {}
             if problem.budget_bytes is not None:
-                prices[Limit("moment", int(rng.integers(2 * len(problem.ops))))] = scale * float(rng.exponential())
+                prices[Limit("phase", int(rng.integers(problem.phases)))] = scale * float(rng.exponential())
             assert found.bound(prices) <= best.evaluation.objective * (1.0 + 1e-9), seed
 
 
@@ -238,7 +238,7 @@ def test_effects_of_items_are_differences() -> None:
     rng = np.random.default_rng(1)
     a, b = (random_values(domain_sizes(found), rng) for _ in range(2))
     b = np.where(rng.random(len(a)) < 0.1, b, a)
-    limits = [Limit("loss", 0), Limit("row", 3), Limit("moment", 30), Limit("moment", len(problem.ops) + 5)]
+    limits = [Limit("loss", 0), Limit("row", 3), Limit("phase", 61), Limit("phase", 2 * len(problem.ops) + 10)]
     for items in (islands(found, a, b), flips(found, a)):
         objective, uses = effects(found, a, items, limits)
         before = found.totals(a)

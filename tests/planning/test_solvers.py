@@ -38,7 +38,7 @@ def random_choice(problem: Problem, rng: np.random.Generator) -> Choice:
 def program_says(problem: Problem, choice: Choice) -> tuple[float, list[float]] | None:
     """Objective and bytes at every moment by the program's own rows, its binaries fixed; None if they break a row."""
     program = Program(problem)
-    held = [program.bytes_at(m) for m in range(2 * len(problem.ops))]
+    held = [program.bytes_at(m) for m in range(problem.phases)]
     lower, upper = np.zeros(len(program.cost)), np.asarray(program.upper)
     for unit, k in zip(program.y, choice.options, strict=True):
         lower[unit[k]], upper[unit] = 1.0, 0.0
@@ -172,31 +172,31 @@ def test_the_objective_peak_is_the_fastest_at_the_lowest_peak(large, monkeypatch
 
 
 def forget_gradients(monkeypatch):
-    hold = evaluator.Step.hold
+    hold = evaluator.Step.hold_phases
 
     def mutated(self, what, kind, first, last, size):
         hold(self, what, kind, first, last, 0 if what.startswith("gradient of") else size)
 
-    monkeypatch.setattr(evaluator.Step, "hold", mutated)
+    monkeypatch.setattr(evaluator.Step, "hold_phases", mutated)
 
 
 def forget_the_last_moment_of_a_lifetime(monkeypatch):
-    hold = evaluator.Step.hold
+    hold = evaluator.Step.hold_phases
 
     def mutated(self, what, kind, first, last, size):
         hold(self, what, kind, first, max(first, last - 1), size)
 
-    monkeypatch.setattr(evaluator.Step, "hold", mutated)
+    monkeypatch.setattr(evaluator.Step, "hold_phases", mutated)
 
 
 def keep_what_checkpoints_make_again(monkeypatch):
-    hold = evaluator.Step.hold
+    hold = evaluator.Step.hold_phases
 
     def mutated(self, what, kind, first, last, size):
-        births = [t.birth for t in self.problem.tensors if t.id == what]
+        births = [self.problem.phase(t.birth) for t in self.problem.tensors if t.id == what]
         hold(self, what, kind, min([first, *births]), last, size)
 
-    monkeypatch.setattr(evaluator.Step, "hold", mutated)
+    monkeypatch.setattr(evaluator.Step, "hold_phases", mutated)
 
 
 def cast_once_inside_checkpoints(monkeypatch):

@@ -37,7 +37,8 @@ def planned(make: Maker, graph: OpGraph) -> list[int]:
     for t in problem.tensors:
         step.gradients(t, "fp32")
     n = len(problem.ops)
-    held = [sum(size for _, first, last, size in step.held if first <= m <= last) for m in range(n, 2 * n)]
+    phases = map(problem.phase, range(n, 2 * n))
+    held = [sum(size for _, first, last, size in step.held if first <= k <= last) for k in phases]
     assert not any(size % SIZE for size in held)
     return [size // SIZE for size in reversed(held)]
 
