@@ -25,6 +25,8 @@ class OpTiming:
     `workspace_bytes`: held for a moment while the role runs (casts of weights, kernels' buffers), beside what it is
     given, what it gives and what it keeps; `backward_workspace_bytes` the same in the backward pass of an op whose only
     role is "output". None if that was not looked at.
+    `mixed_workspace_bytes`: of a gradient role of a product in FP32, the workspace where another role is narrow or the
+    input is kept narrow: what runs then is not torch's own product. None if that was not looked at.
     """
 
     timing_key: str
@@ -34,13 +36,15 @@ class OpTiming:
     private_saved_bytes: int | None = None
     workspace_bytes: int | None = None
     backward_workspace_bytes: int | None = None
+    mixed_workspace_bytes: int | None = None
     forward_seconds: float | None = None
 
     def __post_init__(self) -> None:
         check_choice(self.role, tuple(Role), "role", DeviceError, "role")
         check_format(self.format, DeviceError, "format")
         check_amount(self.seconds, "seconds", DeviceError, "seconds")
-        for name in ("private_saved_bytes", "workspace_bytes", "backward_workspace_bytes", "forward_seconds"):
+        sizes = ("private_saved_bytes", "workspace_bytes", "backward_workspace_bytes", "mixed_workspace_bytes")
+        for name in (*sizes, "forward_seconds"):
             check_amount(getattr(self, name), name, DeviceError, name)
 
 
@@ -140,6 +144,12 @@ class Device:
             for t in self.timings
             if t.workspace_bytes is not None
         }
+
+    @cached_property
+    def mixed_workspace_by_key(self) -> dict[tuple[str, str], int]:
+        """(timing_key, role) → `mixed_workspace_bytes`, where known."""
+        found = ((t, t.mixed_workspace_bytes) for t in self.timings)
+        return {(t.timing_key, t.role): size for t, size in found if size is not None}
 
     @cached_property
     def cast_by_pair(self) -> dict[tuple[str, str], CastTiming]:

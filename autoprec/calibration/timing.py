@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -203,6 +203,7 @@ def _time_case(
             private_saved_bytes=found[fmt].private_bytes if role is Role.OUTPUT else None,
             workspace_bytes=found[fmt].workspace.get(role),
             backward_workspace_bytes=found[fmt].backward_workspace if role is Role.OUTPUT else None,
+            mixed_workspace_bytes=found[fmt].mixed.get(role),
             forward_seconds=seconds.get((None, fmt)) if role is Role.OUTPUT else None,
         )
         for (role, fmt), taken in seconds.items()
@@ -221,13 +222,14 @@ class _Runs:
     """What to time for each role of an op in one format, the bytes that it keeps privately, and its workspace by role.
 
     Ops that are not products have one role, forward and backward together, and `backward_workspace`; `forward` is one
-    forward pass of those that may be made again.
+    forward pass of those that may be made again. `mixed`: see `OpTiming.mixed_workspace_bytes`.
     """
 
     runs: dict[Role, Callable[[], object]]
     private_bytes: int
     workspace: dict[Role, int]
     backward_workspace: int = 0
+    mixed: dict[Role, int] = field(default_factory=dict)
     forward: Callable[[], object] | None = None
 
 
@@ -291,7 +293,8 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
         held |= {role: workspace_bytes(run, device) for role, run in roles.items() if role is not Role.OUTPUT}
         if case.op.kind in GROUPED and fmt == "fp32":  # may give both gradients, whichever is wanted
             held |= dict.fromkeys((Role.GRAD_INPUT, Role.GRAD_WEIGHT), workspace_bytes(backward(y, leaves), device))
-        return _Runs(runs=roles, private_bytes=private, workspace=held)
+        mixed = _mixed(case, device_type) if fmt == "fp32" and case.op.gemm is not None else {}
+        return _Runs(runs=roles, private_bytes=private, workspace=held, mixed=mixed)
     whole = backward(y, leaves)
     runs: dict[Role, Callable[[], object]] = {Role.OUTPUT: lambda: (without_graph(), whole())}
     return _Runs(
@@ -303,8 +306,27 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
     )
 
 
-def _callable(case: TimingCase, fmt: str, device_type: str) -> tuple[Callable[[], Any], list[Tensor], list[Tensor]]:
-    """A function that runs the op in `fmt`, the tensors whose gradients it gives, and all that it is given."""
+def _mixed(case: TimingCase, device_type: str) -> dict[Role, int]:
+    """Workspace of our own product in FP32, by gradient role: its backward pass makes one gradient after the other."""
+    found, device = {}, torch.device(device_type)
+    forward, (x, *parameters), _ = _callable(case, "fp32", device_type, ours=True)
+    needed = x.requires_grad
+    for role, wanted in ((Role.GRAD_INPUT, [x]), (Role.GRAD_WEIGHT, parameters)):
+        for t in (x, *parameters):
+            t.requires_grad_(any(t is w for w in wanted) and (t is not x or needed))
+        if live := [t for t in wanted if t.requires_grad]:
+            with torch.enable_grad():
+                y = forward()
+            run = partial(torch.autograd.grad, y, live, torch.randn_like(y), retain_graph=True)
+            found[role] = workspace_bytes(run, device)
+    return found
+
+
+def _callable(
+    case: TimingCase, fmt: str, device_type: str, *, ours: bool = False
+) -> tuple[Callable[[], Any], list[Tensor], list[Tensor]]:
+    """A function that runs the op in `fmt`, the tensors whose gradients it gives, and all that it is given. `ours`: by
+    our own product, also in FP32."""
     op, node, dtype = case.op, case.op.node, dtype_of(result_format(fmt))
     leaves: list[Tensor] = []
     given: list[Tensor] = []
@@ -330,7 +352,7 @@ def _callable(case: TimingCase, fmt: str, device_type: str) -> tuple[Callable[[]
         x = x.detach().to(dtype).requires_grad_(x.requires_grad)
         leaves[:] = [x, w] if b is None else [x, w, b]
         given.append(x)
-        if fmt != "fp32":
+        if fmt != "fp32" or ours:
             spec = gemm_spec({Role.OUTPUT: fmt}, device_type)
             copy = encode(x, fmt) if is_scaled(fmt) else None
             given += [] if copy is None else [copy.payload]

@@ -152,8 +152,7 @@ class _Check:
             self.index((*at, "moment"), gemm.moment, self.ops, "moment")
             self.index((*at, "x"), gemm.x, len(p.tensors), "tensor")
             self.index((*at, "variance"), gemm.variance, p.variances, "variance")
-            self.amounts(at, gemm, "x_numel", "out_numel", "upstream", "operands_numel", "weight_bytes", "seen_numel",
-                         "skipped_bytes")  # fmt: skip
+            self.amounts(at, gemm, "x_numel", "out_numel", "upstream", "operands_numel", "weight_bytes", "seen_numel")
             for name, role in roles.items():
                 unit = getattr(gemm, name)
                 self.index((*at, name), unit, len(p.units), "unit")

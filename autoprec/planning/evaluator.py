@@ -227,7 +227,9 @@ class Step:
             there, made_of = (size * bytes_of(self.format_kept(gemm)) for size in p.remade_for(gemm))
             held[1] += there
             held.append(there + made_of)  # what it is made of is gone when the product begins
-        early, late = p.one_after_the_other(gemm, self.format(gemm.output))
+        roles = (gemm.output, gemm.grad_input, gemm.grad_weight)
+        plain = self.storage_of(gemm) is None and all(self.format(u) == "fp32" for u in roles)
+        early, late = p.one_after_the_other(gemm, self.format(gemm.output), plain=plain)
         held = [held[0] + early, *(max(0, size - late) for size in held[1:])]
         self.hold(f"workspace of {gemm.op}", "workspace", moment, moment, max(held))
 

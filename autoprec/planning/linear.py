@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from scipy.sparse import csr_array
 
@@ -59,6 +61,16 @@ class Rows:
         """expression ≤ limit."""
         if expression.terms or expression.constant > limit:
             self.row({k: -v for k, v in expression.terms.items()}, expression.constant - limit)
+
+    def all_of(self, cases: Iterable[Linear]) -> Linear:
+        """The least of expressions that are 0 or 1, as a new variable."""
+        found, cases = self.variable(0.0), list(cases)
+        all_at_once = Linear(1.0 - len(cases))
+        for case in cases:
+            self.at_most(Linear().add(found).add(case, -1.0), 0.0)
+            all_at_once.add(case)
+        self.at_least(found, all_at_once)
+        return Linear().add(found)
 
     def any_of(self, cases: list[Linear], cost: float = 0.0) -> Linear:
         """The largest of expressions that are at most 1 (and of 0): one of them, or a new variable."""

@@ -386,7 +386,10 @@ class Program(Rows):
             key = (demand.sizes, demand.always, demand.unless_stored, demand.apart,
                    demand.tensor if demand.unless_stored else -1)  # fmt: skip
             if demand.apart is not None and key not in self._live:
-                self._live[key] = {f: self._apart(*demand.apart, f) for f, _ in demand.sizes}
+                has = [{f: self.is_in(u, f) for f, _ in demand.sizes} for u in demand.apart]
+                self._live[key] = {
+                    f: self.all_of([has[0][f], Linear(1.0).add(has[1][f], -1.0)]) for f, _ in demand.sizes
+                }
             elif key not in self._live:
                 costs = {f: 0.0 for f, _ in demand.sizes}
                 spared = self.stored.get(demand.tensor)
@@ -395,11 +398,11 @@ class Program(Rows):
                 total.add(self._live[key][f], float(size))
         return total
 
-    def _apart(self, unit: int | None, other: int | None, f: str) -> Linear:
-        """1 where a unit has a format that another has not."""
-        there = self.variable(0.0)
-        self.at_least(there, Linear().add(self.is_in(unit, f)).add(self.is_in(other, f), -1.0))
-        return Linear().add(there)
+    def _plain_product(self, gemm: Gemm) -> Linear:
+        """1 where a GEMM is all in FP32 and its input kept as it is."""
+        stored = self._stores(gemm) or Linear()
+        units = dict.fromkeys((gemm.output, gemm.grad_input, gemm.grad_weight))
+        return self.all_of([*(self.is_in(u, "fp32") for u in units), Linear(1.0).add(stored, -1.0)])
 
     def _larger_workspace(self, gemm: Gemm) -> tuple[int, float]:
         """A variable, and the bytes that it is a share of: the largest of what is held while the weight's gradient is
@@ -411,9 +414,13 @@ class Program(Rows):
             + [(expression, float(size)) for expression, size in held]
             for u, held in zip(units, self.of_gemm[gemm.number], strict=True)
         )
-        order = {f: p.one_after_the_other(gemm, f) for f in self.formats(gemm.output)}
-        early = [(self.is_in(gemm.output, f), float(there)) for f, (there, _) in order.items()]
-        late = [(self.is_in(gemm.output, f), -float(not_there)) for f, (_, not_there) in order.items()]
+        plain = self._plain_product(gemm)
+        mixed = {f: Linear().add(self.is_in(gemm.output, f)) for f in self.formats(gemm.output)}
+        mixed["fp32"] = mixed.get("fp32", Linear()).add(plain, -1.0)
+        order = [(case, p.one_after_the_other(gemm, f, plain=False)) for f, case in mixed.items()]
+        order.append((plain, p.one_after_the_other(gemm, "fp32", plain=True)))
+        early = [(case, float(there)) for case, (there, _) in order]
+        late = [(case, -float(not_there)) for case, (_, not_there) in order]
         own, read = p.remade_for(gemm)
         again = self.remade.get(gemm.x, {}).items()
         phases = [[*of_input, *early], [*of_weight, *((e, float(own * bytes_of(f))) for f, e in again), *late]]

@@ -34,7 +34,7 @@ from autoprec.planning.kinks import kink_nodes
 from autoprec.planning.noise import saturates_by_design
 from autoprec.planning.options import Options, decides, in_place_pairs, reads_narrow, unit_options
 from autoprec.planning.pricing import Prices
-from autoprec.planning.products import Products, skipped_bytes
+from autoprec.planning.products import Products
 from autoprec.planning.roots import Roots, resolve_roots
 from autoprec.planning.standing import passing_bytes, standing
 from autoprec.planning.stores import Keeping, Stores
@@ -126,7 +126,6 @@ class _Builder:
         frozen = frozen_units(graph, self.prices, policy, device, banned, living)
         #: By frozen parameter, the unit of what it lives in.
         self.frozen = {unit.op: len(options) + i for i, unit in enumerate(frozen)}
-        self.skipped = skipped_bytes(graph, device)
         self.units = (*reading_wide([self._unit(o) for o in options], frozen, graph, device), *frozen)
         of = self.unit_of
         self.kernels = {(of[o.op.id, Role.OUTPUT], of[o.op.id, o.role]) for o in options if o.one_kernel}
@@ -137,7 +136,7 @@ class _Builder:
         #: Of products with a weight, their places among all products.
         self.weighted = {op.id: k for k, op in enumerate(products) if op.weights}
         flow = Flow(graph, self.roots, self.prices, self.unit_of)
-        self.products = Products(flow, self.units, products, self.skipped)
+        self.products = Products(flow, self.units, products, device)
         self.activations = Activations(flow)
         forward, backward = self.activations.nodes(), gradient_nodes(flow, self.activations)
         passing = {node.moment: node.inputs for node in backward}
@@ -277,8 +276,8 @@ class _Builder:
         """
         op, role = options.op, options.role
         measured = self.device.workspace_by_key.get((op.timing_key, role, format_name))
-        if measured is not None and role is Role.GRAD_WEIGHT and format_name == "fp32":
-            return measured[0] - self.skipped.get(op.id, 0), measured[1]
+        if measured is not None and format_name == "fp32":  # torch's own product takes more: `Gemm.plain_extra`
+            return self.device.mixed_workspace_by_key.get((op.timing_key, role), measured[0]), measured[1]
         if measured is not None:
             return measured
         if not op.is_plain_product or format_name == "fp32":

@@ -13,17 +13,16 @@ from autoprec.planning.standing import passing_bytes
 from autoprec.planning.values import Gemm, PlanTensor, Remaking, Unit, WeightRow
 from autoprec.plans import RECOMPUTED
 
-__all__ = ["Products", "skipped_bytes"]
+__all__ = ["Products"]
 
 
 class Products:
     """All ops with a `grad_input` role, in forward order; their places here are their numbers."""
 
-    def __init__(self, flow: Flow, units: Sequence[Unit], products: Sequence[Op], skipped: Mapping[str, int]) -> None:
-        """`skipped`: by op id, what `skipped_bytes` says of those that skip any."""
+    def __init__(self, flow: Flow, units: Sequence[Unit], products: Sequence[Op], device: Device) -> None:
         self._graph, self._roots, self._prices = flow.graph, flow.roots, flow.prices
         self._unit_of, self._numbers = flow.unit_of, flow.numbers
-        self._units, self._products, self._skipped = units, products, skipped
+        self._units, self._products, self._device = units, products, device
         self._moment = {op.id: i for i, op in enumerate(flow.graph.ops)}
 
     def gemms(self, index: Mapping[str, int], tensors: Sequence[PlanTensor]) -> tuple[Gemm, ...]:
@@ -60,10 +59,15 @@ class Products:
             stored_noise=tuple(stored.items()),
             gradient_noise=tuple(arriving.items()),
             seen_numel=places_read(op, self._graph),
-            skipped_bytes=self._skipped.get(op.id, 0),
+            plain_extra=(self._plain_extra(op, Role.GRAD_INPUT), self._plain_extra(op, Role.GRAD_WEIGHT)),
             weight_bytes=passing_bytes(op, self._graph),
             upstream=upstream,
         )
+
+    def _plain_extra(self, op: Op, role: Role) -> int:
+        """Workspace that torch's own product takes beside that of ours, both in FP32, as measured."""
+        plain = self._device.workspace_by_key.get((op.timing_key, role, "fp32"), (0, 0))[0]
+        return plain - self._device.mixed_workspace_by_key.get((op.timing_key, role), plain)
 
     def rows(self, limit: float, activations: Activations) -> tuple[WeightRow, ...]:
         """One for each weight whose gradient can be judged; `limit` is the policy's `noise.gradient`."""
@@ -93,14 +97,3 @@ def places_read(op: Op, graph: OpGraph) -> int | None:
         return None
     seen = math.prod((*x.shape[:2], *y.shape[2:]))
     return seen if seen < x.numel else None
-
-
-def skipped_bytes(graph: OpGraph, device: Device) -> dict[str, int]:
-    """By op, of the workspace of its weight's gradient in FP32, as measured of torch's own product, bytes for what ours
-    does not read. (Torch's copies its whole input.)"""
-    found = {}
-    for op in graph.ops:
-        measured, _ = device.workspace_by_key.get((op.timing_key, Role.GRAD_WEIGHT, "fp32"), (0, 0))
-        if measured and (seen := places_read(op, graph)) is not None:
-            found[op.id] = min(measured, 4 * (graph.tensor_by_id[op.inputs[0]].numel - seen))
-    return found

@@ -367,7 +367,7 @@ class Tabulated:
             workspace += self._vector((f, float(sizes.get(f, 0))) for f in unit.options)
         present = (storage is not None, gemm.has_grad_input, gemm.has_grad_weight, gemm.operands_numel > 0)
         figures = [gemm.x_numel, gemm.out_numel, gemm.operands_numel, p.phase(p.backward(gemm.moment)), *workspace,
-                   *p.remade_for(gemm), gemm.weight_bytes, gemm.read_numel, gemm.skipped_bytes]  # fmt: skip
+                   *p.remade_for(gemm), gemm.weight_bytes, gemm.read_numel, *gemm.plain_extra]  # fmt: skip
         born = of(p.tensors[gemm.x].born)
         again = born if storage is not None and p.tensors[gemm.x].remaking is not None else -1
         self._record("gemm", [made, h, g, stored, again], present, figures)
@@ -396,7 +396,7 @@ class Tabulated:
             of_input.append((self._copy[own], again, operands, again))
         if has_weight:
             to, read = self._result[g], np.where(there, kept, self._copy[own])
-            of_weight = [(made, to, out, to), (read, beside, figures[-2], beside)]
+            of_weight = [(made, to, out, to), (read, beside, figures[-3], beside)]
         seconds, held = np.zeros((len(scopes), entries.count)), []
         for size, casts in ((figures[4 : 4 + n][h].T, of_input), (figures[4 + n : 4 + 2 * n][g].T, of_weight)):
             for source, target, numel, size_of in casts:
@@ -404,10 +404,14 @@ class Tabulated:
                 seconds += np.where(on, self._cast(source, target, numel), 0.0)
                 size = size + numel[:, None] * width[size_of] * on
             held.append(size)
-        there, made_of = (amount[:, None] * width[kept] * again for amount in figures[-5:-3])
-        both = (own != 0) if has_input and has_weight else np.zeros(entries.count, np.bool_)
-        early, late = figures[-3][:, None] * both, x[:, None] * width[made] * both - figures[-1][:, None] * (own == 0)
-        largest = np.maximum.reduce([held[0] + early, held[1] + there - late, there + made_of - late])
+        plain = (own == 0) & (h == 0) & (g == 0) & ~there
+        there, made_of = (amount[:, None] * width[kept] * again for amount in figures[-6:-4])
+        both = ~plain if has_input and has_weight else np.zeros(entries.count, np.bool_)
+        extra_input, extra_weight = figures[-2:]
+        early = figures[-4][:, None] * both + extra_input[:, None] * plain
+        late = x[:, None] * width[made] * both - extra_weight[:, None] * plain
+        phases = (held[0] + early, held[1] + there - late, there + made_of - late)
+        largest = np.maximum(np.maximum.reduce(phases), 0.0)
         return self._group(scopes, entries, seconds, held=(Held(largest, phase, phase),))
 
     def _noises(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:

@@ -210,7 +210,8 @@ class Gemm:
         output, grad_input, grad_weight: its units; without a weight the last is `grad_input` once more.
         x: the root tensor that it reads (index); x_numel: elements of its own input, or of all inputs with gradients.
         seen_numel: elements of its input that the weight's gradient is made of, None for all of them.
-        skipped_bytes: that torch's own product, in FP32, copies of the others beside the workspace of `grad_weight`.
+        plain_extra: bytes that torch's own product, all in FP32, takes beside the workspaces of `grad_input` and of
+            `grad_weight`; it may take less.
         operands_numel: elements of activations that the products of `grad_input` read again.
         out_numel: elements of gradient that arrive.
         variance: whose relative gradient variance arrives (index, see `GradientNode`).
@@ -240,7 +241,7 @@ class Gemm:
     operands_numel: int = 0
     weight_bytes: int = 0
     seen_numel: int | None = None
-    skipped_bytes: int = 0
+    plain_extra: tuple[int, int] = (0, 0)
 
     @property
     def read_numel(self) -> int:
@@ -391,12 +392,14 @@ class Problem(Phases):
         moment = self.backward(gemm.moment)
         return (t.numel if moment == last else 0), (t.remaking.numel if moment == first else 0)
 
-    def one_after_the_other(self, gemm: Gemm, format_name: str) -> tuple[int, int]:
+    def one_after_the_other(self, gemm: Gemm, format_name: str, *, plain: bool) -> tuple[int, int]:
         """Where a GEMM makes the weight's gradient before the input's, bytes of the former, which is there then, and of
-        the latter, which is not there before: under this format of the output (torch's own products, in FP32, go the
-        other way round, and take more)."""
-        if format_name == "fp32" or not (gemm.has_grad_input and gemm.has_grad_weight):
-            return 0, -gemm.skipped_bytes if format_name == "fp32" else 0
+        the latter, which is not there before, under this format of the output. `plain`: torch's own product, all in
+        FP32 and kept as it is, goes the other way round, and takes another workspace."""
+        if plain:
+            return gemm.plain_extra[0], -gemm.plain_extra[1]
+        if not (gemm.has_grad_input and gemm.has_grad_weight):
+            return 0, 0
         return gemm.weight_bytes, gemm.x_numel * bytes_of(result_format(format_name))
 
     @cached_property

@@ -91,6 +91,7 @@ DEVICE = {
             "private_saved_bytes": 64,
             "workspace_bytes": 32,
             "backward_workspace_bytes": 16,
+            "mixed_workspace_bytes": 24,
         }
         for role in schemas.ROLES
         for fmt in ("fp32", "bf16")

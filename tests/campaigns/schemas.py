@@ -186,6 +186,7 @@ DEVICE = mapping(
             private_saved_bytes=maybe(COUNT),
             workspace_bytes=maybe(COUNT),
             backward_workspace_bytes=maybe(COUNT),
+            mixed_workspace_bytes=maybe(COUNT),
             forward_seconds=maybe(AMOUNT),
         )
     ),
