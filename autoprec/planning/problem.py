@@ -34,7 +34,7 @@ from autoprec.planning.kinks import kink_nodes
 from autoprec.planning.noise import saturates_by_design
 from autoprec.planning.options import Options, decides, in_place_pairs, reads_narrow, unit_options
 from autoprec.planning.pricing import Prices
-from autoprec.planning.products import Products
+from autoprec.planning.products import Products, mixed_workspace
 from autoprec.planning.roots import Roots, resolve_roots
 from autoprec.planning.standing import passing_bytes, standing
 from autoprec.planning.stores import Keeping, Stores
@@ -277,7 +277,8 @@ class _Builder:
         op, role = options.op, options.role
         measured = self.device.workspace_by_key.get((op.timing_key, role, format_name))
         if measured is not None and format_name == "fp32":  # torch's own product takes more: `Gemm.plain_extra`
-            return self.device.mixed_workspace_by_key.get((op.timing_key, role), measured[0]), measured[1]
+            mixed = mixed_workspace(op, role, self.graph, self.device)
+            return measured[0] if mixed is None else mixed, measured[1]
         if measured is not None:
             return measured
         if not op.is_plain_product or format_name == "fp32":

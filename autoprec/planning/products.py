@@ -13,7 +13,7 @@ from autoprec.planning.standing import passing_bytes
 from autoprec.planning.values import Gemm, PlanTensor, Remaking, Unit, WeightRow
 from autoprec.plans import RECOMPUTED
 
-__all__ = ["Products"]
+__all__ = ["Products", "mixed_workspace"]
 
 
 class Products:
@@ -67,7 +67,8 @@ class Products:
     def _plain_extra(self, op: Op, role: Role) -> int:
         """Workspace that torch's own product takes beside that of ours, both in FP32, as measured."""
         plain = self._device.workspace_by_key.get((op.timing_key, role, "fp32"), (0, 0))[0]
-        return plain - self._device.mixed_workspace_by_key.get((op.timing_key, role), plain)
+        mixed = mixed_workspace(op, role, self._graph, self._device)
+        return 0 if mixed is None else plain - mixed
 
     def rows(self, limit: float, activations: Activations) -> tuple[WeightRow, ...]:
         """One for each weight whose gradient can be judged; `limit` is the policy's `noise.gradient`."""
@@ -97,3 +98,13 @@ def places_read(op: Op, graph: OpGraph) -> int | None:
         return None
     seen = math.prod((*x.shape[:2], *y.shape[2:]))
     return seen if seen < x.numel else None
+
+
+def mixed_workspace(op: Op, role: Role, graph: OpGraph, device: Device) -> int | None:
+    """Workspace of a gradient role in FP32 in a product that is not all FP32; None if nobody has measured it. It was
+    measured of an FP32 input, of which a strided convolution copies what it reads: here that is cast, which counts by
+    itself."""
+    found = device.mixed_workspace_by_key.get((op.timing_key, role))
+    if found is None or role is not Role.GRAD_WEIGHT or (seen := places_read(op, graph)) is None:
+        return found
+    return max(0, found - 4 * seen)
