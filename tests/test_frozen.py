@@ -143,20 +143,7 @@ def test_rows_are_looked_up_without_the_rest() -> None:
 # The plan -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "formats",
-    [
-        "fp32",
-        pytest.param(
-            "fp32 bf16",
-            marks=pytest.mark.xfail(
-                reason="a term in another format than its sum has a gradient of its own, which is counted with the"
-                " other term's: as timings fall, the plan has such a sum, and peaks 9 % above its prediction",
-                strict=False,
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("formats", ["fp32", "fp32 bf16"])
 def test_they_live_as_planned_and_the_prediction_knows(formats: str) -> None:
     model, batches = made(width=256, rows=8, length=65)
     parameters = dict(model.named_parameters())

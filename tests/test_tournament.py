@@ -372,3 +372,40 @@ def test_explain_shows_the_contestants(proposals, tmp_path, capsys: pytest.Captu
     write_plan(tmp_path / "bare.yaml", bare)
     show_plan(tmp_path / "bare.yaml", None, None, memory=False, as_json=False)
     assert "Which plan was adopted" not in capsys.readouterr().out
+
+
+class Between(nn.Module):
+    """Gives back what it goes on with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = torch.tanh(self.first(x))
+        return h, self.second(h), h
+
+
+@pytest.mark.parametrize("policy", ["safe", "bf16"])
+def test_a_replay_is_given_the_gradients_that_came_from_outside(policy: str) -> None:
+    """Of what the graph goes on with, not those that it sent itself: they would count twice; none where none came."""
+    model, batches = Between(), [torch.randn(4, 8) for _ in range(2)]
+
+    def loss_of(m: nn.Module, x: Tensor) -> Tensor:
+        h, y, _ = m(x)
+        return y.sum() + 2.0 * h.sum()
+
+    expected = copy.deepcopy(model)
+    loss_of(expected, batches[0]).backward()
+    autoprec.compile(model, policy=load_policy(policy).replaced(calibration={"steps": 2}), batches=batches,
+                     loss_fn=loss_of, events=None)  # fmt: skip
+    session = autoprec.session(model)
+    loss_of(model, batches[0]).backward()
+    [call] = session._calls
+    assert sorted(call.output_gradients) == [0, 1]
+    assert call.output_gradients[0].eq(2.0).all() and call.output_gradients[1].eq(1.0).all()
+    if policy == "safe":
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
+    assert [t.id for t in session.graph.tensors if t.is_unused] == []

@@ -38,8 +38,7 @@ def scaled_cast(x: Tensor, scale_log2: int, dtype: torch.dtype) -> Tensor:
     if dtype is torch.float32:
         return made.copy_(x).mul_(factor)
     for source, target in pieces(x, made):
-        wide = torch.empty_like(source, dtype=torch.float32)
-        target.copy_(wide.copy_(source).mul_(factor))
+        target.copy_(torch.empty_like(source, dtype=torch.float32).copy_(source).mul_(factor))
     return made
 
 
