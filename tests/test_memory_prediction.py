@@ -326,7 +326,7 @@ class Casts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            y = layer(x)
+            y = torch.tanh(layer(x))  # which keeps what the cast gives back
             wide = y.to(torch.float32)
             scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
             x = x + scaled.to(y.dtype)
