@@ -75,6 +75,13 @@ class Observations:
         interpreter = ObservingInterpreter(slot.module, slot.origin, slot.binding, self._observer, rewritten=rewritten)
         return interpreter.run(*arguments)
 
+    def how_to_note(self, binding: Binding) -> dict[str, Any]:
+        """Which outputs of a graph were not differentiated, and whether this step tells (see `keep_gradients`)."""
+        if self._structure is not None or self.graph is None:
+            return {"apart": True}
+        known = self.graph.tensor_by_id
+        return {"unused": {i for i, t in _outputs(binding) if t in known and known[t].is_unused}}
+
     def expect(self, slot: Slot, arguments: Sequence[Any]) -> tuple[OpGraph, dict[str, TimingCase]]:
         """The graph of all slots that were asked about in this step, and a call of each distinct op; nothing runs.
 

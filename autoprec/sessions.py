@@ -222,8 +222,9 @@ class Session:
         self._calls.append(record)
         if self.calibrating and (told := self._provisional.weigh(slot, arguments, self._guard.optimizer_bytes)):
             self._log.add_once(self.steps, "warning", trigger="memory", evidence=told)
-        outputs = self._observed.run(slot, arguments)
-        return keep_gradients(record, outputs, self._guard.covered, slot.binding.parameters)
+        outputs, how = self._observed.run(slot, arguments), self._observed.how_to_note(slot.binding)
+        keep_gradients(record, outputs, self._guard.covered, slot.binding.parameters, **how)
+        return outputs
 
     def _begin_step(self) -> None:
         """The first training forward after a boundary: is this step observed?"""

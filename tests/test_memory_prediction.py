@@ -12,6 +12,7 @@ from torch import nn
 import autoprec
 from autoprec.devices import Device
 from autoprec.execution.measuring import peak_bytes, saved_bytes, workspace_bytes
+from autoprec.graphs import OpClass
 from autoprec.numerics.dtypes import native_formats
 from autoprec.planning.evaluator import Step, evaluate
 from autoprec.planning.planner import ask, propose
@@ -338,3 +339,39 @@ def test_a_cast_that_casts_nothing_is_no_tensor(plan: str) -> None:
     batches = [torch.randn(512, 64) for _ in range(3)]
     predicted, measured = predicted_and_measured(Casts(), batches, lambda m, x: m(x), plan)
     assert abs(predicted / measured - 1.0) <= SLACK, (predicted, measured)
+
+
+@pytest.mark.parametrize(
+    ("cast", "nothing"),
+    [
+        (lambda x: x.float(), True),
+        (lambda x: x.to(torch.float32), True),
+        (lambda x: x.type(torch.float32), True),
+        (lambda x: x.to(torch.float32, copy=True), False),
+        (lambda x: x.to(torch.float32, False, True), False),
+        (lambda x: x.to(torch.float32, memory_format=torch.channels_last), False),
+        (lambda x: x.double().float(), False),
+    ],
+)
+@pytest.mark.parametrize("plan", ["fp32", "bf16"])
+def test_which_casts_cast_nothing(cast: Callable[[torch.Tensor], torch.Tensor], nothing: bool, plan: str) -> None:
+    """The others make a tensor, which may be changed without changing what they were given."""
+
+    class Body(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.conv = nn.Conv2d(3, 8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.tanh(self.conv(x))
+            return (cast(y).mul(2.0).square() + y).mean()
+
+    batches = [torch.randn(2, 3, 8, 8) for _ in range(3)]
+    model = Body()
+    expected = float(model(batches[0]))
+    predicted_and_measured(model, batches, lambda m, x: m(x), plan)
+    graph = autoprec.session(model).graph
+    assert graph is not None and abs(float(model(batches[0])) - expected) < 0.01
+    casts = [op for op in graph.ops if op.kind in ("to", "float", "type", "double")]
+    assert [op.op_class is OpClass.VIEW for op in casts] == ([True] if nothing else [False] * len(casts))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 import autoprec
 from autoprec.devices import Device
 from autoprec.execution.measuring import peak_bytes
+from autoprec.execution.replay import CallRecord
 from autoprec.execution.tournament import Tournament
 from autoprec.graphs import Role
 from autoprec.planning.contest import adopt, runners
@@ -387,25 +390,47 @@ class Between(nn.Module):
         return h, self.second(h), h
 
 
-@pytest.mark.parametrize("policy", ["safe", "bf16"])
-def test_a_replay_is_given_the_gradients_that_came_from_outside(policy: str) -> None:
+def test_a_replay_is_given_the_gradients_that_came_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what the graph goes on with, not those that it sent itself: they would count twice; none where none came."""
+    given: list[dict[int, Tensor]] = []
+
+    class Looking(Tournament):
+        def __init__(self, calls: Iterable[CallRecord], *args: Any) -> None:
+            calls = list(calls)
+            given.extend(c.output_gradients for c in calls)
+            super().__init__(calls, *args)
+
+    monkeypatch.setattr("autoprec.sessions.Tournament", Looking)
+    for used in (0.0, 2.0):
+        torch._dynamo.reset()
+        model, batches = Between(), [torch.randn(4, 8) for _ in range(2)]
+
+        def loss_of(m: nn.Module, x: Tensor, used: float = used) -> Tensor:
+            h, y, _ = m(x)
+            return y.square().sum() + (used * h.sum() if used else 0.0)
+
+        policy = load_policy("balanced").replaced(calibration={"steps": 2})
+        autoprec.compile(model, policy=policy, batches=batches, loss_fn=loss_of, events=None)
+        assert sorted(given[-1]) == ([0, 1] if used else [1])
+        if used:
+            torch.testing.assert_close(given[-1][0], torch.full((4, 8), used), atol=1e-5, rtol=0.0)
+        unused = [t.id for t in autoprec.session(model).graph.tensors if t.is_unused]
+        assert unused == ([] if used else [":tanh#0"])
+
+
+def test_what_a_graph_gives_back_and_goes_on_with_can_be_differentiated_by() -> None:
+    """As a penalty on the gradients of features does: it is the tensor itself, while the model is FP32."""
     model, batches = Between(), [torch.randn(4, 8) for _ in range(2)]
 
     def loss_of(m: nn.Module, x: Tensor) -> Tensor:
         h, y, _ = m(x)
-        return y.sum() + 2.0 * h.sum()
+        (g,) = torch.autograd.grad(y.sum(), h, create_graph=True)
+        return y.sum() + g.square().sum()
 
     expected = copy.deepcopy(model)
-    loss_of(expected, batches[0]).backward()
-    autoprec.compile(model, policy=load_policy(policy).replaced(calibration={"steps": 2}), batches=batches,
-                     loss_fn=loss_of, events=None)  # fmt: skip
-    session = autoprec.session(model)
-    loss_of(model, batches[0]).backward()
-    [call] = session._calls
-    assert sorted(call.output_gradients) == [0, 1]
-    assert call.output_gradients[0].eq(2.0).all() and call.output_gradients[1].eq(1.0).all()
-    if policy == "safe":
-        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
-            assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
-    assert [t.id for t in session.graph.tensors if t.is_unused] == []
+    policy = load_policy("safe").replaced(calibration={"steps": 2})
+    autoprec.compile(model, policy=policy, batches=batches, loss_fn=loss_of, events=None)
+    for m in (model, expected):
+        loss_of(m, batches[0]).backward()
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)

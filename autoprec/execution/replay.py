@@ -7,7 +7,7 @@ outputs. Used to find the first op whose result, or whose gradient, is not finit
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autoprec.execution.measuring import mark_gradient, mark_outputs
@@ -38,6 +39,9 @@ _MASKING = {"masked_fill", "where", "full", "full_like", "new_full", "tril", "tr
 
 _ticks = itertools.count()
 _NOTHING: Mapping[int, Tensor] = {}
+
+#: Of the largest element of a gradient, what sums of a few FP32 terms in another order may differ by.
+_ROUNDING = 1e-6
 
 
 @dataclass(eq=False)
@@ -68,33 +72,69 @@ class Offence:
     amax: float
 
 
-def keep_gradients(record: CallRecord, outputs: Any, covered: set[str], parameters: Mapping[Any, str]) -> Any:
-    """The outputs of a call, where the gradients that will enter them are noted, in the first backward pass through it
-    or in a later one, and that its parameters are covered then. What the graph reads itself, or returns twice, is given
-    as a view: the gradient of the tensor would be more than what comes from outside."""
+def keep_gradients(
+    record: CallRecord,
+    outputs: Any,
+    covered: set[str],
+    parameters: Mapping[Any, str],
+    *,
+    unused: Collection[int] = (),
+    apart: bool = False,
+) -> None:
+    """Note the gradients that will enter the outputs of a call, in the first backward pass through it or in a later
+    one, and that its parameters are covered then.
 
-    def keep(index: int, g: Tensor) -> None:
-        if not record.output_gradients:
+    Those of `unused` outputs are not held. The gradient of an output that the graph goes on with is the sum of what the
+    graph sends itself and of what comes from outside: `apart`, which walks the graph of autograd, notes the latter.
+    """
+
+    def keep(index: int, sent: list[Tensor], g: Tensor) -> None:
+        if record.returned < 0:
             record.returned = next(_ticks)
             mark_gradient()
-        record.output_gradients[index] = g
+        if index not in unused and (outside := _without(g, sent)) is not None:
+            record.output_gradients[index] = outside
         covered.update(parameters.values())
 
     given = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
-    returned = _returned(record.binding)
     for i, y in enumerate(given):
-        if isinstance(y, Tensor) and y.requires_grad and not y.is_leaf:
-            if len(returned) == len(given) and (len(returned[i].users) > 1 or returned.count(returned[i]) > 1):
-                y = given[i] = y.view_as(y)
-            y.register_hook(partial(keep, i))
+        known = any(y is z for z in given[:i])  # returned twice: its gradient enters once
+        if isinstance(y, Tensor) and y.requires_grad and not y.is_leaf and not known:
+            sent: list[Tensor] = []
+            for node, k in _senders(y, given) if apart else ():
+                node.register_hook(partial(_note, sent, k))
+            y.register_hook(partial(keep, i, sent))
     mark_outputs()
-    return type(outputs)(given) if isinstance(outputs, (tuple, list)) else given[0]
 
 
-def _returned(binding: Binding) -> list[fx.Node]:
-    (output,) = binding.template.flat.graph.find_nodes(op="output")
-    returned = output.args[0]
-    return list(returned) if isinstance(returned, (tuple, list)) else [returned]
+def _senders(y: Tensor, outputs: Iterable[Any]) -> Iterator[tuple[Node, int]]:
+    """What sends a gradient to `y` in the backward pass of `outputs`, and as which of its results."""
+    waiting = [z.grad_fn for z in outputs if isinstance(z, Tensor)]
+    seen: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or node is y.grad_fn:
+            continue
+        seen.add(node)
+        for k, (following, number) in enumerate(node.next_functions):
+            if following is y.grad_fn and number == y.output_nr:
+                yield node, k
+            waiting.append(following)
+
+
+def _note(sent: list[Tensor], k: int, results: Sequence[Tensor | None], _: Sequence[Tensor | None]) -> None:
+    if (g := results[k]) is not None:
+        sent.append(g)
+
+
+def _without(g: Tensor, sent: list[Tensor]) -> Tensor | None:
+    """What is left of a gradient without its known terms; None where that is within the rounding of sums."""
+    if not sent:
+        return g
+    rest = g.detach().clone()
+    while sent:
+        rest -= sent.pop()
+    return None if bool(rest.abs().max() <= _ROUNDING * g.abs().max()) else rest
 
 
 def in_backward() -> bool:

@@ -141,6 +141,8 @@ class _Check:
         self.index((*at, "moment"), use.moment, self.ops, "moment")
         self.unit_index((*at, "unit"), use.unit)
         self.backward_moment((*at, "kept_from"), use.kept_from)
+        if use.shared_until is not None:
+            self.index((*at, "shared_until"), use.shared_until, self.ops, "moment")
 
     def gemms(self) -> None:
         p = self.problem

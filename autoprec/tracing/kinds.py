@@ -198,9 +198,11 @@ def is_user_cast(node: fx.Node) -> bool:
 
 def casts_nothing(node: fx.Node) -> bool:
     """Whether a cast of the user's gives its argument, one float32 tensor, back."""
-    given = [n.meta.get("example_value") for n in node.all_input_nodes]
-    told = is_user_cast(node) and not node.kwargs.get("copy")
-    return told and len(given) == 1 and all(map(returns_float32, (*given, node.meta.get("example_value"))))
+    made, given = node.meta.get("example_value"), [n.meta.get("example_value") for n in node.all_input_nodes]
+    copies = {"copy", "memory_format"} & set(node.kwargs) or any(a is True for a in node.args)
+    if not is_user_cast(node) or copies or len(given) != 1 or not all(map(returns_float32, (made, *given))):
+        return False
+    return bool(made.device == given[0].device)
 
 
 def returns_float32(value: Any) -> bool:
