@@ -143,6 +143,9 @@ class _Check:
         self.backward_moment((*at, "kept_from"), use.kept_from)
         if use.shared_until is not None:
             self.index((*at, "shared_until"), use.shared_until, self.ops, "moment")
+        if use.instead is not None:
+            self.unit_index((*at, "instead", 0), use.instead[0])
+            self.index((*at, "instead", 1), use.instead[1], self.ops, "moment")
 
     def gemms(self) -> None:
         p = self.problem

@@ -114,12 +114,15 @@ class Step:
     def tensor(self, index: int) -> None:
         """Casts and copies of one tensor, and the gradient of it."""
         p, t = self.problem, self.problem.tensors[index]
-        born = self.result(t.born)
-        birth, casts = p.phase(t.birth), p.casts_at(t)
-        last: dict[tuple[str, int | None], int] = {(born, None): casts}
+        born, birth = self.result(t.born), p.phase(t.birth)
+        begins, last = {born: birth}, dict[tuple[str, int | None], int]()
         for use in t.readers:
             for f in dict.fromkeys((self.result(use.unit), self.copy(use.unit))):
-                last[f, None] = max(last.get((f, None), casts), p.phase(use.moment))
+                begins[f] = min(begins.get(f, p.phases), p.cast_at(t, use))
+                last[f, None] = max(last.get((f, None), 0), p.phase(use.moment))
+        first = min((p.cast_at(t, use) for use in t.readers), default=birth)
+        made = [begin for f, begin in begins.items() if f != born and not is_scaled(f)]
+        last[born, None] = max(last.get((born, None), 0), first, *made)
         for f, _ in last:
             if is_scaled(f):
                 self.seconds += t.runs * p.cast_seconds(result_format(f), f, t.numel)
@@ -133,30 +136,34 @@ class Step:
             for use in t.savers:
                 key = (self.copy(use.unit), use.kept_from)
                 last[key] = max(last.get(key, 0), p.phase(p.backward(use.moment)))
+                begins[key[0]] = min(begins.get(key[0], p.phases), p.cast_at(t, use))
             self.saved += sum(t.bytes_in(f) for f in {self.copy(u.unit) for u in t.savers if u.kept_from is None})
         for (f, again), end in last.items():
-            begin = p.phase(again) if again is not None else birth if f == born else casts
+            begin = begins[f] if again is None else p.phase(again)
             self.hold_phases(t.id, f"activations, {f}", begin, end, t.bytes_in(f))
         self.gradients(t, born)
 
     def gradients(self, t: PlanTensor, born: str) -> None:
-        """The gradient of one tensor: in each format in which it is read, from the last reader there until it is cast
-        to the format that the tensor was born in, and in that until its birth. What a further reader sends is added to
-        what is there, and the gradient of a slice is one of the whole."""
-        p, what, casts = self.problem, f"gradient of {t.id}", self.problem.gradients_cast_at(t)
-        first: dict[str, int] = {}
-        for use in t.gradient_readers:
-            f, sent = self.result(use.unit), p.sent_at(use)
-            if f != born:
-                first[born] = min(casts, first.get(born, casts))
-                sent = min(sent, casts)
-            first[f] = min(sent, first.get(f, sent))
-        for f, sent in first.items():
-            end = p.phase(p.backward(t.birth)) if f == born else casts
-            self.hold_phases(what, _GRADIENTS, sent, end, t.numel * bytes_of(f))
-        for use in t.gradient_readers[:-1]:
-            then = p.backward(use.moment)
-            self.hold(f"sum of the {what}", _GRADIENTS, then, then, t.numel * bytes_of(self.result(use.unit)))
+        """The gradient of one tensor: in each format in which it is read, from the last reader there until the first
+        one there ran backward and it is cast to the format that the tensor was born in, and in that until its birth.
+        What a further reader sends is added to what is there, and the gradient of a slice is one of the whole."""
+        p, what, readers = self.problem, f"gradient of {t.id}", t.gradient_readers
+        formats = [self.result(use.unit) for use in readers]
+        cast: dict[str, int] = {}
+        for use, f in zip(readers, formats, strict=True):
+            cast.setdefault(f, p.gradient_cast_at(t, use))
+        begins = {born: min((phase for f, phase in cast.items() if f != born), default=p.phases)}
+        for use, f in zip(readers, formats, strict=True):
+            alone = use.instead is not None and self.result(use.instead[0]) != f
+            begins[f] = min(begins.get(f, p.phases), p.own_at(use) if alone else p.sent_at(use))
+        for f, begin in begins.items():
+            end = p.phase(p.backward(t.birth)) if f == born else cast[f]
+            if begin <= end:
+                self.hold_phases(what, _GRADIENTS, begin, end, t.numel * bytes_of(f))
+        for k, (use, f) in enumerate(zip(readers[:-1], formats, strict=False)):
+            then, others = p.phase(p.backward(use.moment)), formats[k + 1 :]
+            if f in others or (f == born and any(g != f and cast[g] <= then for g in others)):
+                self.hold_phases(f"sum of the {what}", _GRADIENTS, then, then, t.numel * bytes_of(f))
         for moment in t.slices:
             self.hold(
                 f"slice of the {what}", _GRADIENTS, p.backward(moment), p.backward(moment), t.numel * bytes_of(born)

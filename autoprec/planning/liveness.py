@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from autoprec.planning.codes import bytes_of, copy_of, result_of
 from autoprec.planning.values import PlanTensor, Problem, Use
 
-__all__ = ["Demand", "demands"]
+__all__ = ["Demand", "Way", "demands"]
+
+
+_Units = tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A copy in a format is held if one unit of each group has that format, and one of `apart` has another that none of
+    `but` has (where there are such units)."""
+
+    groups: tuple[_Units, ...]
+    apart: _Units = ()
+    but: _Units = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,75 +33,110 @@ class Demand:
         sizes: bytes of the copy by format.
         always: units (None is FP32) that hold it by having the format.
         unless_stored: units that hold it only while the tensor is kept as it is.
-        apart: (unit, other): held in the format of the unit where the other has another format.
+        ways: how several units together hold it.
         stored: by storage, bytes that are held exactly if the tensor is kept in it, whatever the units have.
     """
 
     tensor: int
     sizes: tuple[tuple[str, int], ...] = ()
-    always: tuple[int | None, ...] = ()
-    unless_stored: tuple[int | None, ...] = ()
-    apart: tuple[int | None, int | None] | None = None
+    always: _Units = ()
+    unless_stored: _Units = ()
+    ways: tuple[Way, ...] = ()
     stored: tuple[tuple[str, int], ...] = ()
 
 
 def demands(problem: Problem, phase: int) -> Iterator[Demand]:
     """Every copy, narrow copy, mask and gradient that a choice may hold in a phase."""
     for i, t in enumerate(problem.tensors):
-        birth, casts = problem.phase(t.birth), problem.casts_at(t)
-        if birth > phase:
+        if problem.phase(t.birth) > phase:
             continue
-        uses = [use.unit for use in t.readers if casts <= phase <= problem.phase(use.moment)]
-        reading = [*map(result_of, uses), *map(copy_of, uses)]
-        if phase <= casts:
-            reading = [result_of(t.born), *reading]
-        keeping = [copy_of(use.unit) for use in t.savers if _keeps(problem, use, casts, phase)]
-        if reading or keeping:
-            formats = dict.fromkeys(f for u in (*reading, *keeping) for f in problem.formats_of(u))
-            yield Demand(
-                tensor=i,
-                sizes=tuple((f, t.bytes_in(f)) for f in formats if t.bytes_in(f)),
-                always=tuple(dict.fromkeys(reading)),
-                unless_stored=tuple(dict.fromkeys(keeping)),
-            )
+        always, ways = _read(problem, t, phase)
+        keeping = [copy_of(use.unit) for use in t.savers if _keeps(problem, t, use, phase)]
+        units = [*always, *keeping, *(u for way in ways for u in way.groups[0])]
+        if sizes := tuple((f, t.bytes_in(f)) for f in _formats(problem, units) if t.bytes_in(f)):
+            yield Demand(tensor=i, sizes=sizes, always=always, unless_stored=_once(keeping), ways=ways)
         stored = tuple((f, size) for f in t.storages if (size := _stored_size(problem, t, f, phase)))
         if stored:
             yield Demand(tensor=i, stored=stored)
         yield from _gradients(problem, i, t, phase)
 
 
-def _keeps(problem: Problem, use: Use, casts: int, phase: int) -> bool:
-    first = casts if use.kept_from is None else problem.phase(use.kept_from)
+def _once(units: Iterable[int | None]) -> _Units:
+    return tuple(dict.fromkeys(units))
+
+
+def _formats(problem: Problem, units: Iterable[int | None]) -> list[str]:
+    return [*dict.fromkeys(f for u in units for f in problem.formats_of(u))]
+
+
+def _read(problem: Problem, t: PlanTensor, phase: int) -> tuple[_Units, tuple[Way, ...]]:
+    """What holds copies for readers: each one it reads, from where the first with its format has it cast; and the one
+    in the format of birth, until all casts are made."""
+    born = result_of(t.born)
+    begun, reading, later, fresh, cast = (list[int | None]() for _ in range(5))
+    for use in t.readers:
+        at, units = problem.cast_at(t, use), dict.fromkeys((result_of(use.unit), copy_of(use.unit)))
+        if at > phase:
+            later += units
+        else:
+            begun += units
+            reading += units if phase <= problem.phase(use.moment) else ()
+        (fresh if at >= phase else cast).append(result_of(use.unit))
+    if not cast and (fresh or phase == problem.phase(t.birth)):
+        reading.append(born)
+    ways = [Way((_once([born, *begun]), _once(later)))] if later else []
+    if cast and fresh:
+        ways.append(Way(((born,),), _once(fresh), _once(cast)))
+    return _once(reading), tuple(ways)
+
+
+def _keeps(problem: Problem, t: PlanTensor, use: Use, phase: int) -> bool:
+    # A checkpoint keeps what one of its ops reads: there since that was cast.
+    casts = [problem.cast_at(t, one) for one in (use, *t.readers) if one.unit == use.unit]
+    first = min(casts) if use.kept_from is None else problem.phase(use.kept_from)
     return first <= phase <= problem.phase(problem.backward(use.moment))
 
 
 def _gradients(problem: Problem, index: int, t: PlanTensor, phase: int) -> Iterator[Demand]:
-    def copies(*units: int | None, apart: tuple[int | None, int | None] | None = None) -> Demand:
-        formats = dict.fromkeys(f for u in (units if apart is None else apart[:1]) for f in problem.formats_of(u))
+    def copies(always: _Units, *ways: Way) -> Demand:
+        formats = _formats(problem, [*always, *(u for way in ways for u in way.groups[0])])
         sizes = tuple((f, t.numel * bytes_of(f)) for f in formats)
-        return Demand(tensor=index, sizes=sizes, always=tuple(dict.fromkeys(units)), apart=apart)
+        return Demand(tensor=index, sizes=sizes, always=always, ways=ways)
 
     def then(moment: int) -> int:
         return problem.phase(problem.backward(moment))
 
-    born, casts = result_of(t.born), problem.gradients_cast_at(t)
+    born, readers = result_of(t.born), [(use, result_of(use.unit)) for use in t.gradient_readers]
+    before = _once(u for use, u in readers if problem.gradient_cast_at(t, use) >= phase)
+    cast = _once(u for use, u in readers if problem.gradient_cast_at(t, use) <= phase)
+    still = _once(u for use, u in readers if problem.gradient_cast_at(t, use) > phase)
     if phase <= then(t.birth):
-        sent = [result_of(use.unit) for use in t.gradient_readers if problem.sent_at(use) <= phase]
-        waiting = [result_of(use.unit) for use in t.gradient_readers if problem.sent_at(use) > phase]
-        if sent and phase == casts:  # those that are still another tensor's are cast, or are that
-            yield copies(*sent, born)
-        elif sent:
-            yield copies(*(sent if phase < casts else [born]))
-        for unit in waiting if phase >= casts and not sent else ():
-            yield copies(apart=(born, unit))
-        for unit in waiting if phase == casts else ():
-            yield copies(apart=(unit, born))
-    for use in t.gradient_readers[:-1]:
+        always, ways = [], []
+        for use, unit in readers:
+            sent, waits = problem.sent_at(use) <= phase, problem.gradient_cast_at(t, use) >= phase
+            if not sent and (use.instead is None or problem.own_at(use) > phase):
+                continue
+            apart = () if sent else (result_of(use.instead[0]),) if use.instead is not None else ()
+            if sent and waits:
+                always.append(unit)
+            else:
+                ways += [Way(((unit,),), apart)] if waits else [Way(((unit,), before), apart)] if before else []
+                ways.append(Way(((born,), (unit,)), apart))
+            if sent and not still:
+                always.append(born)
+        if cast:
+            ways.append(Way(((born,),), cast, still))
+        if always or ways:
+            yield copies(_once(always), *dict.fromkeys(ways))
+    for k, (use, unit) in enumerate(readers[:-1]):
         if then(use.moment) == phase:
-            yield copies(result_of(use.unit))
+            ways = [Way(((unit,), _once(u for _, u in readers[k + 1 :])))]
+            if cast:
+                ways.append(Way(((unit,), (born,)), cast, still))
+            yield copies((), *ways)
     for view in t.slices:
         if then(view) == phase:
-            yield copies(born)
+            yield copies((born,))
 
 
 def _stored_size(problem: Problem, t: PlanTensor, storage: str, phase: int) -> int:

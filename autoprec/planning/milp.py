@@ -16,16 +16,16 @@ multiplied by 10⁴, so that the solver's absolute tolerances (10⁻⁶) are har
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from autoprec.formats import is_scaled, result_format
 from autoprec.graphs import Role
-from autoprec.planning.codes import bytes_of, copy_of, other_operand_of, owner, result_of
+from autoprec.planning.codes import bytes_of, copy_of, other_operand_of, result_of
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
-from autoprec.planning.linear import Linear, Rows
+from autoprec.planning.holding import Holding
+from autoprec.planning.linear import Linear
 from autoprec.planning.liveness import demands
 from autoprec.planning.propagation import worst_variances
 from autoprec.planning.solutions import Choice
@@ -46,12 +46,11 @@ _Held = tuple[Linear, int]
 _DemandKey = tuple[Any, ...]
 
 
-class Program(Rows):
+class Program(Holding):
     """The program of a problem."""
 
     def __init__(self, problem: Problem) -> None:
-        super().__init__()
-        self.problem = problem
+        super().__init__(problem)
         self._live: dict[_DemandKey, dict[str, Linear]] = {}
         self.workspace: dict[int, list[_Held]] = {}
         self.remade: dict[int, dict[str, Linear]] = {}
@@ -63,8 +62,8 @@ class Program(Rows):
         self.offset = self._second * problem.constant_seconds + self._byte * sum(
             size for moment, kept_from, size in problem.private if kept_from == moment
         )
-        self.y = [[self.variable(self._option_cost(u, k), binary=True) for k in range(len(u.options))]
-                  for u in problem.units]  # fmt: skip
+        self.y += [[self.variable(self._option_cost(u, k), binary=True) for k in range(len(u.options))]
+                   for u in problem.units]  # fmt: skip
         self.s = {(t, f): self.variable(0.0, binary=True) for t in problem.storable
                   for f in problem.tensors[t].storages}  # fmt: skip
         self.stored = {t: self._any_storage(t) for t in problem.storable}
@@ -93,57 +92,6 @@ class Program(Rows):
     def _option_cost(self, unit: Unit, k: int) -> float:
         kept = unit.kept[k] if unit.kept and unit.kept_from is None else 0
         return self._second * unit.seconds[k] + self._byte * kept
-
-    # Building blocks
-
-    def is_in(self, unit: int | None, format_name: str) -> Linear:
-        """1 if the unit has the format: variables, or a constant. `result_of(unit)` has that of its results."""
-        if unit is None:
-            return Linear(float(format_name == "fp32"))
-        total = Linear()
-        for f, k in zip(self.problem.formats_of(unit), self.y[owner(unit)], strict=True):
-            if f == format_name:
-                total.add(k)
-        return total
-
-    def formats(self, unit: int | None) -> tuple[str, ...]:
-        """Formats that a unit may have."""
-        return tuple(dict.fromkeys(self.problem.formats_of(unit)))
-
-    def _plain(self, unit: int | None) -> int | None:
-        """The unit itself where what goes with it has the same format in every option."""
-        if unit is None or self.problem.formats_of(unit) != self.problem.units[owner(unit)].options:
-            return unit
-        return owner(unit)
-
-    def copies(
-        self,
-        costs: dict[str, float],
-        always: Sequence[int | None],
-        unless: Sequence[int | None] = (),
-        spared: Linear | None = None,
-    ) -> dict[str, Linear]:
-        """By format: 1 if a unit of `always` has it, or a unit of `unless` has it and `spared` is 0.
-
-        Rows over all formats together keep the relaxation from halving a unit between two formats to get both free.
-        """
-        always, unless = ([*dict.fromkeys(map(self._plain, units))] for units in (always, unless))
-        found = {}
-        for f, cost in costs.items():
-            cases = [self.is_in(u, f) for u in always]
-            for u in unless:
-                case = self.is_in(u, f)
-                if spared is not None and (case.terms or case.constant):
-                    case.add(spared, -1.0)
-                cases.append(case)
-            found[f] = self.any_of(cases, cost)
-        if spared is not None and len(costs) > 1:
-            for u in unless:
-                short = Linear().add(spared, -1.0)
-                for f in costs:
-                    short.add(self.is_in(u, f)).add(found[f], -1.0)
-                self.at_most(short, 0.0)
-        return found
 
     def _one_of(self, binary: int, unit: int | None, seconds: dict[str, float]) -> dict[str, Linear]:
         """By format: 1 if the binary is 1 and the unit has the format; costs seconds."""
@@ -383,17 +331,10 @@ class Program(Rows):
         for demand in demands(p, phase):
             for f, size in demand.stored:
                 total.add(self.s[demand.tensor, f], float(size))
-            key = (demand.sizes, demand.always, demand.unless_stored, demand.apart,
+            key = (demand.sizes, demand.always, demand.unless_stored, demand.ways,
                    demand.tensor if demand.unless_stored else -1)  # fmt: skip
-            if demand.apart is not None and key not in self._live:
-                has = [{f: self.is_in(u, f) for f, _ in demand.sizes} for u in demand.apart]
-                self._live[key] = {
-                    f: self.all_of([has[0][f], Linear(1.0).add(has[1][f], -1.0)]) for f, _ in demand.sizes
-                }
-            elif key not in self._live:
-                costs = {f: 0.0 for f, _ in demand.sizes}
-                spared = self.stored.get(demand.tensor)
-                self._live[key] = self.copies(costs, demand.always, demand.unless_stored, spared)
+            if key not in self._live:
+                self._live[key] = self.held(demand, self.stored.get(demand.tensor))
             for f, size in demand.sizes:
                 total.add(self._live[key][f], float(size))
         return total

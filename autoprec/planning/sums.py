@@ -26,12 +26,14 @@ def sharing_gradients(tensors: Iterable[PlanTensor], graph: OpGraph, roots: Root
     index = {t.id: i for i, t in enumerate(found)}
     for moment, op in enumerate(graph.ops):
         terms = [index[root] for root, times in Counter(_terms(op, graph, roots)).items() if times == 1]
-        start = moment - 1  # at this moment it is the sum's
+        start, instead = moment - 1, None  # at this moment it is the sum's
         # Who gives it up first has it first. The other one counts from then on, if it has it for so long.
         for i in sorted((i for i in terms if found[i].gradient_readers), key=lambda i: -_until(found[i])):
             if start >= _until(found[i]):
                 *others, last = found[i].gradient_readers
-                found[i] = replace(found[i], gradient_readers=(*others, replace(last, shared_until=start)))
+                last = replace(last, shared_until=start, instead=instead)
+                found[i] = replace(found[i], gradient_readers=(*others, last))
+                instead = instead or (found[i].born, start)
                 start = _until(found[i]) - (0 if others else 1)
     return tuple(found)
 

@@ -88,21 +88,22 @@ class Copies:
 
     def at(self, phase: int, entries: int) -> tuple[_Ints, _Floats]:
         """Tables that may hold something in a phase, and what each of their entries holds."""
-        alive = np.array([(s.begin <= phase) & (phase <= s.end) for s in self.spans])
-        rows = np.flatnonzero(alive.any(axis=0))
+        n = len(self.spans)
+        begun, last = np.array([s.begin <= phase for s in self.spans]), np.array([phase <= s.end for s in self.spans])
+        rows = np.flatnonzero(begun.any(axis=0) & last.any(axis=0))
         found = np.zeros((len(rows), entries))
         if not len(rows):
             return rows, found
-        patterns, which = np.unique(alive[:, rows], axis=1, return_inverse=True)
+        patterns, which = np.unique(np.concatenate([begun, last])[:, rows], axis=1, return_inverse=True)
         for k in range(patterns.shape[1]):
             mine = which.reshape(-1) == k
             for (copy, f), size in self.sizes.items():
-                there = np.zeros(entries, np.bool_)
-                for span, on in zip(self.spans, patterns[:, k], strict=True):
-                    if on and span.copy == copy:
-                        there |= span.formats == f
-                if there.any():
-                    found[mine] += size[rows[mine], None] * there
+                there = np.zeros((2, entries), np.bool_)
+                for span, *on in zip(self.spans, patterns[:n, k], patterns[n:, k], strict=True):
+                    if span.copy == copy and any(on):
+                        there[on] |= span.formats == f
+                if (both := there.all(axis=0)).any():
+                    found[mine] += size[rows[mine], None] * both
         return rows, found
 
     @cached_property
@@ -124,7 +125,7 @@ class Copies:
                 mine = there[entry]
                 np.minimum(begin, first, out=begin, where=mine)
                 np.maximum(end, last, out=end, where=mine)
-            held = end >= 0
+            held = end >= begin
             yield size[held], begin[held], end[held]
 
 

@@ -7,6 +7,7 @@ parts: seconds of casts and bytes of copies are linear in a tensor's elements.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from autoprec.planning.codes import bytes_of, of_format
 from autoprec.planning.decisions import Decisions
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
 from autoprec.planning.propagation import Propagation
+from autoprec.planning.spans import Read, Sent, added, of_copies, of_gradients
 from autoprec.planning.tables import Copies, Entries, Group, Held, Noise, Pattern, Span, summed
 from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit, Use
 from autoprec.plans import RECOMPUTED
@@ -215,28 +217,40 @@ class Tabulated:
     def _uses(self, t: PlanTensor, storage: int | None) -> None:
         """One table for a tensor, or several for a few of its readers each."""
         fixed = [self.decisions.of(t.born)] + ([] if storage is None else [storage])
-        uses = [self.decisions.of(u.unit) for u in (*t.readers, *t.savers, *t.gradient_readers)]
-        rooms: list[dict[int, None]] = []
-        for place in dict.fromkeys(u for u in uses if u >= 0 and u not in fixed):
-            for room in rooms:
-                if self._product([*fixed, *room, place]) <= LARGEST_TABLE:
-                    room[place] = None
-                    break
-            else:
-                rooms.append({place: None})
-        rooms = rooms or [{}]
-        self.exact &= len(rooms) == 1
+        instead = [u.instead[0] for u in t.gradient_readers if u.instead is not None]
+        units = [*(u.unit for u in (*t.readers, *t.savers, *t.gradient_readers)), *instead]
+        uses = [*map(self.decisions.of, units)]
+        rooms = self._rooms(fixed, [u for u in uses if u >= 0 and u not in fixed])
         for k, room in enumerate(rooms):
             there = {*fixed, *room}
             readers, savers, senders = (
                 [u for u in group if self.decisions.of(u.unit) < 0 or self.decisions.of(u.unit) in there]
                 for group in (t.readers, t.savers, t.gradient_readers)
             )
-            first = [r for r in rooms[:k]]
-            sums = [u for u in t.gradient_readers[:-1] if self._belongs(u, there, first, fixed)]
+            sums = [n for n, u in enumerate(senders) if u is not t.gradient_readers[-1]
+                    and self._belongs(u, there, rooms[:k], fixed)]  # fmt: skip
+            senders = [self._known(u, there) for u in senders]
             self._one_table(t, storage, readers, savers, senders, sums, t.slices if k == 0 else (), len(rooms))
 
-    def _belongs(self, use: Use, there: set[int], earlier: list[dict[int, None]], fixed: list[int]) -> bool:
+    def _rooms(self, fixed: Sequence[int], places: Iterable[int]) -> list[list[int]]:
+        """Places in groups, of which each makes a table beside the fixed ones that is not too large."""
+        rooms: list[list[int]] = []
+        for place in dict.fromkeys(places):
+            for room in rooms:
+                if self._product([*fixed, *room, place]) <= LARGEST_TABLE:
+                    room.append(place)
+                    break
+            else:
+                rooms.append([place])
+        self.exact &= len(rooms) <= 1
+        return rooms or [[]]
+
+    def _known(self, use: Use, there: set[int]) -> Use:
+        """A use as far as a table tells: less is held where it does not have the other term of a sum."""
+        other = -1 if use.instead is None else self.decisions.of(use.instead[0])
+        return use if other < 0 or other in there else replace(use, instead=None)
+
+    def _belongs(self, use: Use, there: set[int], earlier: list[list[int]], fixed: list[int]) -> bool:
         """Whether a use is counted in this table: in the first one that has its variable."""
         place = self.decisions.of(use.unit)
         if place < 0 or place in fixed:
@@ -248,42 +262,50 @@ class Tabulated:
 
     def _one_table(
         self, t: PlanTensor, storage: int | None, readers: Sequence[Use], savers: Sequence[Use],
-        senders: Sequence[Use], sums: Sequence[Use], slices: Sequence[int], tables: int,
+        senders: Sequence[Use], sums: Sequence[int], slices: Sequence[int], tables: int,
     ) -> None:  # fmt: skip
         p, of = self.problem, self.decisions.of
         then: Callable[[int], int] = lambda moment: p.phase(p.backward(moment))  # noqa: E731
         begins = dict.fromkeys(u.kept_from for u in savers if u.kept_from is not None)
         copy = {None: 0} | {begin: 1 + k for k, begin in enumerate(begins)}
-        places = [of(t.born), *(of(u.unit) for u in (*readers, *savers, *senders, *sums))]
+        others = [of(u.unit if u.instead is None else u.instead[0]) for u in senders]
+        places = [of(t.born), *(of(u.unit) for u in (*readers, *savers, *senders)), *others]
         loss = self._vector(t.loss_noise, p.loss_scale) if t.is_float32 or t.loss_noise else [0.0] * self._formats
         reads = (
-            len(readers), len(savers), len(senders), len(sums), len(slices), storage is not None,
+            len(readers), len(savers), len(senders), tuple(sums), len(slices), storage is not None,
             tuple(copy[u.kept_from] for u in savers), t.inherits, t.casts_back, t.runs, t.narrow_costs, tables,
         )  # fmt: skip
         places.append(-1 if storage is None else storage)
         figures = [
-            t.numel, t.wide_bytes, p.phase(t.birth), then(t.birth), p.casts_at(t), p.gradients_cast_at(t), *loss,
-            *(p.phase(u.moment) for u in readers),
-            *(then(u.moment) for u in savers), *(p.phase(u.kept_from or 0) for u in savers),
-            *map(p.sent_at, senders), *(then(u.moment) for u in sums), *map(then, slices),
+            t.numel, t.wide_bytes, p.phase(t.birth), then(t.birth),
+            min((p.cast_at(t, u) for u in t.readers), default=p.phase(t.birth)),
+            max((p.gradient_cast_at(t, u) for u in t.gradient_readers), default=0), *loss,
+            *(p.cast_at(t, u) for u in readers), *(p.phase(u.moment) for u in readers),
+            *(p.cast_at(t, u) if u.kept_from is None else p.phase(u.kept_from) for u in savers),
+            *(then(u.moment) for u in savers),
+            *map(p.sent_at, senders), *(p.gradient_cast_at(t, u) for u in senders), *map(p.own_at, senders),
+            *(then(senders[k].moment) for k in sums), *map(then, slices),
         ]  # fmt: skip
         self._record("copies", places, reads, figures)
 
     def _copies(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
-        places, nr, ns, ng, nu, nl, stored, shared, inherits, back, runs, narrow, tables = pattern.reads
+        places, nr, ns, ng, sums, nl, stored, shared, inherits, casts_back, runs, narrow, tables = pattern.reads
         columns = [entries.format(place) for place in places]
         born, own = self._result[columns[0]], columns[1 : 1 + nr]
         readers = [self._result[c] for c in own]
         savers = [self._copy[c] for c in columns[1 + nr : 1 + nr + ns]]
-        senders = [self._result[c] for c in columns[1 + nr + ns : 1 + nr + ns + ng]]
-        sums = [self._result[c] for c in columns[1 + nr + ns + ng : 1 + nr + ns + ng + nu]]
+        senders, others = (
+            [self._result[c] for c in columns[begin : begin + ng]] for begin in (1 + nr + ns, 1 + nr + ns + ng)
+        )
         scaled = [np.where(self._result[c] != self._copy[c], c, -1) for c in own]
         if stored:  # what is stored narrow is not kept as it is
             savers = [np.where(columns[-1] >= 0, -1, c) for c in savers]
         numel, wide = figures[0], figures[1]
-        birth, then, casts, back_at = figures[2:6].astype(np.int64)
+        birth, then, first, first_back = figures[2:6].astype(np.int64)
         loss, rest = figures[6 : 6 + self._formats], iter(figures[6 + self._formats :].astype(np.int64))
-        reads, keeps, starts, sends, adds, views = ([next(rest) for _ in range(k)] for k in (nr, ns, ns, ng, nu, nl))
+        casts, reads, starts, keeps, sends, back, alone, adds, views = (
+            [next(rest) for _ in range(k)] for k in (nr, nr, ns, ns, ng, ng, ng, len(sums), nl)
+        )
         size = [wide if f == 0 else numel * self._sizes[f] * narrow for f in range(self._formats)]
         made = self._any([born, *readers], entries.count)
         seconds = np.zeros((len(scopes), entries.count))
@@ -293,28 +315,24 @@ class Tabulated:
         for f, there in enumerate(made):
             target = np.full(entries.count, f)
             cast = runs * self._cast(born, target, numel)
-            if back:
+            if casts_back:
                 cast = cast + self._cast(target, born, numel)
             seconds += np.where(there & (born != f), cast, 0.0)
         kept = self._any([c for c, copy in zip(savers, shared, strict=True) if copy == 0], entries.count)
         saved = summed(kept, np.array(size))
         rounded = self._any([born, *readers, *own], entries.count)
         rounded = [there & (born != f) for f, there in enumerate(rounded)] if inherits else rounded
-        spans = [Span(0, born, birth, casts)]
-        spans += [Span(0, c, casts, m) for c, m in zip(readers, reads, strict=True)]
-        spans += [Span(0, c, casts, m) for c, m in zip(scaled, reads, strict=True) if (c >= 0).any()]
-        spans += [Span(copy, c, casts if copy == 0 else start, end)
-                  for copy, c, start, end in zip(shared, savers, starts, keeps, strict=True)]  # fmt: skip
-        gradient = 1 + max(shared, default=0)
-        for c, m in zip(senders, sends, strict=True):
-            for other, begin, end in ((c != born, np.minimum(m, back_at), back_at), (c == born, m, then)):
-                spans.append(Span(gradient, np.where(other, c, -1), begin, end))
-            spans.append(Span(gradient, np.where(c != born, born, -1), back_at, then))
+        spans = [*of_copies(born, birth, first, [*map(Read, readers, casts, reads)], tables == 1)]
+        spans += [Span(0, c, begin, end) for c, begin, end in zip(scaled, casts, reads, strict=True) if (c >= 0).any()]
+        spans += [Span(copy, c, begin, end) for copy, c, begin, end in zip(shared, savers, starts, keeps, strict=True)]
+        gradient, sent = 1 + max(shared, default=0), [*map(Sent, senders, sends, back, others, alone)]
+        spans += of_gradients(gradient, born, then, first_back, sent, tables == 1)
         sizes = {(copy, f): size[f] / tables for copy in range(gradient) for f in range(self._formats)}
         width = np.array(self._sizes, np.float64)
         if senders:
             sizes |= {(gradient, f): numel * width[f] / tables for f in range(self._formats)}
-        held = [Held(numel[:, None] * width[c], m, m) for c, m in zip(sums, adds, strict=True)]
+        held = [Held(numel[:, None] * width[senders[k]] * added(k, born, m, sent, tables == 1), m, m)
+                for k, m in zip(sums, adds, strict=True)]  # fmt: skip
         held += [Held(numel[:, None] * width[born], m, m) for m in views]
         sizes = {key: s for key, s in sizes.items() if s.any()}
         return self._group(
@@ -431,15 +449,7 @@ class Tabulated:
         places = [self.decisions.unit[u] for u in units]
         if not any(relative for _, relative in local) or not units:
             return
-        rooms: list[list[int]] = []
-        for place in places:
-            for room in rooms:
-                if self._product([*room, place]) <= LARGEST_TABLE:
-                    room.append(place)
-                    break
-            else:
-                rooms.append([place])
-        self.exact &= len(rooms) == 1
+        rooms = self._rooms([], places)
         own = places[1:] or places
         for room in rooms:
             which = tuple(place in own for place in room)

@@ -79,13 +79,16 @@ class Use:
     at which that happens, and None for what is kept since it was made.
 
     Of a reader's gradient: `shared_until` is the forward moment at whose backward pass it becomes the tensor's own; it
-    is another tensor's before (`sums`), unless it is cast. None: from the beginning.
+    is another tensor's before (`sums`), unless it is cast. None: from the beginning. `instead`: (unit, moment) of the
+    other term of the sum: where that was born in another format than the sum's, it has a cast of its own, and this is
+    the tensor's own from that moment on.
     """
 
     moment: int
     unit: int | None
     kept_from: int | None = None
     shared_until: int | None = None
+    instead: tuple[int | None, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,20 +364,22 @@ class Problem(Phases):
             return ("fp32",)
         return format_of(unit, self.units[owner(unit)].options)
 
-    def casts_at(self, t: PlanTensor) -> int:
-        """The phase in which all casts of a tensor are made: before its first reader runs."""
-        first = min((use.moment for use in t.readers), default=t.birth)
-        return max(self.cast_phase(first), self.phase(t.birth))
+    def cast_at(self, t: PlanTensor, use: Use) -> int:
+        """The phase in which a tensor is cast for a use, unless an earlier one has the same format."""
+        return max(self.cast_phase(use.moment), self.phase(t.birth))
 
-    def gradients_cast_at(self, t: PlanTensor) -> int:
-        """The phase in which the gradients of a tensor are cast to the format that it was born in: after its first
-        reader ran backward."""
-        first = min((use.moment for use in t.gradient_readers), default=t.birth)
-        return min(self.cast_phase(self.backward(first)), self.phase(self.backward(t.birth)))
+    def gradient_cast_at(self, t: PlanTensor, use: Use) -> int:
+        """The phase in which what a reader sends is cast to the format that the tensor was born in: after it ran
+        backward, unless an earlier one has the same format, which runs backward later."""
+        return min(self.cast_phase(self.backward(use.moment)), self.phase(self.backward(t.birth)))
 
     def sent_at(self, use: Use) -> int:
         """The phase from which on the gradient that a reader sends is held."""
         return self.phase(self.backward(use.moment if use.shared_until is None else use.shared_until))
+
+    def own_at(self, use: Use) -> int:
+        """The same where the other term of its sum has a cast of its own."""
+        return self.sent_at(use) if use.instead is None else self.phase(self.backward(use.instead[1]))
 
     def made_again(self, t: PlanTensor) -> tuple[int, int]:
         """The backward moments between which a tensor that is made again is held: of the last and of the first product
