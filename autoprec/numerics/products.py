@@ -112,16 +112,20 @@ def rows_times_rows(
     a: Tensor | Packed, b: Tensor | Packed, fmt: str, spec: GemmSpec, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
     """a·bᵀ (+ bias) for a (…, K) in `fmt` and b (N, K) in the format that goes with it; (…, N) in `dtype`."""
-    beside = other_operand(fmt)
     if is_scaled(fmt) and fmt in spec.native:
-        return scaled_product(spec.packed(a, fmt), spec.packed(b, beside), dtype, bias)
-    left, right = spec.operand(a, fmt), spec.operand(b, beside)
+        return scaled_product(spec.packed(a, fmt), spec.packed(b, other_operand(fmt)), dtype, bias)
+    return _product(a, b, fmt, spec, dtype, bias).to(dtype)
+
+
+def _product(
+    a: Tensor | Packed, b: Tensor | Packed, fmt: str, spec: GemmSpec, dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
+    """The same as the device gives it. What is made of the operands is gone when it returns, and the result is cast."""
+    left, right = spec.operand(a, fmt), spec.operand(b, other_operand(fmt))
     if left.is_cuda and dtype is torch.float32 and left.dtype is not torch.float32 and bias is None:
         return torch.mm(left, right.t(), out_dtype=torch.float32)  # as it was accumulated
     with spec.computing(fmt):
-        if bias is None:
-            return (left @ right.t()).to(dtype)
-        return F.linear(left, right, bias.to(spec.result).to(left.dtype)).to(dtype)
+        return left @ right.t() if bias is None else F.linear(left, right, bias.to(spec.result).to(left.dtype))
 
 
 def scaled_product(a: Packed, b: Packed, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

@@ -230,6 +230,8 @@ class Step:
             self.seconds += sum(p.cast_seconds(source, target, numel) for source, target, numel, _ in needed)
             own = self.problem.units[unit].workspace[self.options[unit]]
             held.append(own + sum(numel * bytes_of(f) for _, _, numel, f in needed))
+        if gemm.has_grad_input and h != made:  # the input's gradient is cast when all else is gone
+            held[0] = max(held[0] - x * bytes_of(made), x * bytes_of(h))
         if self.storage_of(gemm) == RECOMPUTED:
             there, made_of = (size * bytes_of(self.format_kept(gemm)) for size in p.remade_for(gemm))
             held[1] += there

@@ -55,6 +55,7 @@ class Program(Holding):
         self.workspace: dict[int, list[_Held]] = {}
         self.remade: dict[int, dict[str, Linear]] = {}
         self.of_gemm: dict[int, tuple[list[_Held], list[_Held]]] = {}
+        self.result_casts: dict[int, tuple[list[_Held], list[_Held]]] = {}
         primary, secondary = OBJECTIVE_SCALE, OBJECTIVE_SCALE * SECONDARY
         time, space = (primary, secondary) if problem.objective == "time" else (secondary, primary)
         self._second, self._byte = time / problem.seconds_scale, space / problem.bytes_scale
@@ -202,7 +203,7 @@ class Program(Holding):
         made, h, g = (result_of(u) for u in (gemm.output, gemm.grad_input, gemm.grad_weight))
         if gemm.has_grad_input:
             self._casts_to(made, [h], gemm.out_numel, back=False, held=of_input)
-            self._result_casts(gemm, of_input)
+            self.result_casts[gemm.number] = self._result_casts(gemm)
         if gemm.operands_numel:
             again = copy_of(other_operand_of(gemm.grad_input))
             self._casts_to(copy_of(gemm.output), [again], gemm.operands_numel, back=False, held=of_input)
@@ -223,8 +224,10 @@ class Program(Holding):
                 else:
                     of_weight += self._read(binary, storage, beside, numel)
 
-    def _result_casts(self, gemm: Gemm, held: list[_Held]) -> None:
-        """The input's gradient, made in the grad_input format, goes back in the format in which the input was read."""
+    def _result_casts(self, gemm: Gemm) -> tuple[list[_Held], list[_Held]]:
+        """The input's gradient, made in the grad_input format, goes back in the format in which the input was read:
+        where it is cast, what is cast, and what that becomes."""
+        held, later = list[_Held](), list[_Held]()
         makes, given = result_of(gemm.grad_input), result_of(gemm.output)
         for h in self.formats(makes):
             others = {f: self.problem.cast_seconds(h, f, gemm.x_numel) for f in self.formats(given) if f != h}
@@ -233,11 +236,14 @@ class Program(Holding):
             casts = Linear()
             for f, seconds in others.items():
                 cast = self.variable(self._second * seconds)
-                self.at_most(Linear().add(cast).add(self.is_in(given, f), -1.0), 0.0)
+                for unit, its in ((given, f), (makes, h)):
+                    self.at_most(Linear().add(cast).add(self.is_in(unit, its), -1.0), 0.0)
                 casts.add(cast)
+                later.append((Linear().add(cast), gemm.x_numel * bytes_of(f)))
             need = Linear().add(self.is_in(makes, h)).add(self.is_in(given, h), -1.0)
             self.at_most(need.add(casts, -1.0), 0.0)
             held.append((casts, gemm.x_numel * bytes_of(h)))
+        return held, later
 
     def _stores(self, gemm: Gemm) -> Linear | None:
         """1 if the GEMM's input is kept in a narrow format; None if that cannot be."""
@@ -349,12 +355,12 @@ class Program(Holding):
         """A variable, and the bytes that it is a share of: the largest of what is held while the weight's gradient is
         made, then the input's, and while the input itself is made again."""
         p = self.problem
-        units = (gemm.grad_input, gemm.grad_weight)
-        of_input, of_weight = (
+        own_input, own_weight = (
             [(Linear().add(k), float(size)) for k, size in zip(self.y[u], p.units[u].workspace, strict=True)]
-            + [(expression, float(size)) for expression, size in held]
-            for u, held in zip(units, self.of_gemm[gemm.number], strict=True)
+            for u in (gemm.grad_input, gemm.grad_weight)
         )
+        of_input, of_weight = self.of_gemm[gemm.number]
+        cast, later = self.result_casts.get(gemm.number, ([], []))  # when all else is gone
         plain = self._plain_product(gemm)
         mixed = {f: Linear().add(self.is_in(gemm.output, f)) for f in self.formats(gemm.output)}
         mixed["fp32"] = mixed.get("fp32", Linear()).add(plain, -1.0)
@@ -364,7 +370,8 @@ class Program(Holding):
         late = [(case, -float(not_there)) for case, (_, not_there) in order]
         own, read = p.remade_for(gemm)
         again = self.remade.get(gemm.x, {}).items()
-        phases = [[*of_input, *early], [*of_weight, *((e, float(own * bytes_of(f))) for f, e in again), *late]]
+        phases = [[*own_input, *of_input, *cast, *((e, -size) for e, size in later), *early], [*cast, *early],
+                  [*own_weight, *of_weight, *((e, float(own * bytes_of(f))) for f, e in again), *late]]  # fmt: skip
         if read:
             phases.append([*((e, float((own + read) * bytes_of(f))) for f, e in again), *late])
         most = max(sum(size for _, size in phase if size > 0.0) for phase in phases)

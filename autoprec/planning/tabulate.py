@@ -6,25 +6,21 @@ parts: seconds of casts and bytes of copies are linear in a tensor's elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from autoprec.formats import held_as, other_operand, result_format
 from autoprec.graphs import Role
-from autoprec.planning.codes import bytes_of, of_format
 from autoprec.planning.decisions import Decisions
-from autoprec.planning.evaluator import SECONDARY, TERTIARY
 from autoprec.planning.propagation import Propagation
+from autoprec.planning.recorder import Recorder
 from autoprec.planning.spans import Read, Sent, added, of_copies, of_gradients
 from autoprec.planning.tables import Copies, Entries, Group, Held, Noise, Pattern, Span, summed
 from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit, Use
-from autoprec.plans import RECOMPUTED
 
-__all__ = ["LARGEST_TABLE", "Tabulated"]
+__all__ = ["Tabulated"]
 
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
@@ -32,12 +28,8 @@ _Ints = npt.NDArray[np.int64]
 #: Source, target, elements, and whose size the result has.
 _Cast = tuple[_Ints, _Ints, _Floats, _Ints]
 
-#: A tensor whose readers and savers have more combinations is described by several tables, for a few readers each:
-#: their mean is a lower bound of what it costs.
-LARGEST_TABLE = 3**7
 
-
-class Tabulated:
+class Tabulated(Recorder):
     """All tables of a problem, in groups.
 
     Attributes:
@@ -48,23 +40,7 @@ class Tabulated:
     """
 
     def __init__(self, problem: Problem, decisions: Decisions, propagation: Propagation) -> None:
-        self.problem, self.decisions = problem, decisions
-        self._found: dict[Pattern, tuple[list[tuple[int, ...]], list[list[float]]]] = {}
-        self.exact = True
-        time, space = 1.0 / problem.seconds_scale, 1.0 / problem.bytes_scale
-        first = problem.objective == "time"
-        self._second = time if first else SECONDARY * time
-        self._byte = SECONDARY * space if first else space
-        self._formats = len(decisions.formats)
-        self._sizes = [bytes_of(f) for f in decisions.formats]
-        number = decisions.number
-        self._result, self._beside, self._copy = (
-            np.array([number[of_format(goes_with, f)] for f in decisions.formats], np.int64)
-            for goes_with in (result_format, other_operand, held_as)
-        )
-        #: The number of what is no format (another than any where nothing is recomputed).
-        self._again = number.get(RECOMPUTED, -2)
-        self._cast_table()
+        super().__init__(problem, decisions)
         self.constant = self._second * problem.constant_seconds
         change = np.zeros(problem.phases + 1, np.int64)
         self.constant += self._byte * sum(size for moment, since, size in problem.private if since == moment)
@@ -85,7 +61,6 @@ class Tabulated:
         for n, node in enumerate(problem.nodes):
             self._node(n, node.units, node.local)
         self.groups: list[Group] = []
-        self.length = 0
         makers: dict[str, Callable[..., Group]] = {
             "unit": self._units, "copies": self._copies, "store": self._stores, "other": self._others,
             "gemm": self._gemms, "noise": self._noises, "node": self._nodes,
@@ -98,53 +73,6 @@ class Tabulated:
             )
             self.groups.append(group)
             self.length = group.end
-
-    def _cast_table(self) -> None:
-        n = self._formats
-        self._per_call, self._per_element = np.full((n, n), np.nan), np.full((n, n), np.nan)
-        np.fill_diagonal(self._per_call, 0.0)
-        np.fill_diagonal(self._per_element, 0.0)
-        number = self.decisions.number
-        for c in self.problem.casts:
-            if c.source in number and c.target in number:
-                self._per_call[number[c.source], number[c.target]] = c.seconds_per_call
-                self._per_element[number[c.source], number[c.target]] = c.seconds_per_element
-
-    def _record(self, kind: str, places: Sequence[int], reads: tuple[Any, ...], figures: Iterable[float]) -> None:
-        """Note one part. `places` are the variables that it may read, or constants; `reads` is what the maker of
-        tables needs beside the axis of each place."""
-        axis: dict[int, int] = {}
-        for place in places:
-            if place >= 0 and place not in axis:
-                axis[place] = len(axis)
-        coded = tuple(axis[place] if place >= 0 else place for place in places)
-        domains = self.decisions.domains
-        pattern = Pattern(kind, tuple(domains[v] for v in axis), (coded, *reads))
-        scopes, found = self._found.setdefault(pattern, ([], []))
-        scopes.append(tuple(axis))
-        found.append([*figures])
-
-    def _cast(self, source: _Ints, target: _Ints, numel: _Floats) -> _Floats:
-        """[tables, entries] seconds of casts."""
-        return np.asarray(self._per_call[source, target] + numel[:, None] * self._per_element[source, target])
-
-    def _vector(self, pairs: Iterable[tuple[str, float]], scale: float = 1.0) -> list[float]:
-        """Amounts by format."""
-        found = [0.0] * self._formats
-        for f, amount in pairs:
-            if f in self.decisions.number:
-                found[self.decisions.number[f]] += amount / scale
-        return found
-
-    def _any(self, columns: Sequence[_Ints], count: int) -> list[npt.NDArray[np.bool_]]:
-        """By format: entries in which one of the columns has it."""
-        found = []
-        for f in range(self._formats):
-            there = np.zeros(count, np.bool_)
-            for column in columns:
-                there |= column == f
-            found.append(there)
-        return found
 
     # Units
 
@@ -168,29 +96,6 @@ class Tabulated:
         counts = figures[4 * n + 3][:, None]
         held = (Held(workspace, phase, phase), Held(backward, then, then), Held(kept, first, then))
         return self._group(scopes, entries, seconds, counts * kept, held=held)
-
-    def _group(
-        self, scopes: _Ints, entries: Entries, seconds: _Floats | float = 0.0, saved: _Floats | float = 0.0,
-        *, held: tuple[Held, ...] = (), copies: Copies | None = None, loss: _Floats | None = None,
-        noise: Noise | None = None, rounding: Noise | None = None,
-    ) -> Group:  # fmt: skip
-        base = np.zeros((len(scopes), entries.count)) + self._second * seconds + self._byte * saved
-        if np.isnan(base).any():
-            self._complain()
-        if loss is not None:
-            loss = None if not loss.any() else loss
-            base += 0.0 if loss is None else TERTIARY * loss
-        if noise is not None:
-            base += TERTIARY * noise.amount
-        some = tuple(h for h in held if h.sizes.any())
-        return Group(scopes, entries.shape, self.length, base, loss, noise, rounding, some, copies)
-
-    def _complain(self) -> None:
-        """Raise the error of the first cast without a timing."""
-        held = dict.fromkeys(held_as(f) for f in self.decisions.formats if f != RECOMPUTED)
-        for a in held:
-            for b in held:
-                self.problem.cast_seconds(a, b, 0)
 
     # Tensors
 
@@ -232,19 +137,6 @@ class Tabulated:
             senders = [self._known(u, there) for u in senders]
             self._one_table(t, storage, readers, savers, senders, sums, t.slices if k == 0 else (), len(rooms))
 
-    def _rooms(self, fixed: Sequence[int], places: Iterable[int]) -> list[list[int]]:
-        """Places in groups, of which each makes a table beside the fixed ones that is not too large."""
-        rooms: list[list[int]] = []
-        for place in dict.fromkeys(places):
-            for room in rooms:
-                if self._product([*fixed, *room, place]) <= LARGEST_TABLE:
-                    room.append(place)
-                    break
-            else:
-                rooms.append([place])
-        self.exact &= len(rooms) <= 1
-        return rooms or [[]]
-
     def _known(self, use: Use, there: set[int]) -> Use:
         """A use as far as a table tells: less is held where it does not have the other term of a sum."""
         other = -1 if use.instead is None else self.decisions.of(use.instead[0])
@@ -256,9 +148,6 @@ class Tabulated:
         if place < 0 or place in fixed:
             return not earlier
         return place in there
-
-    def _product(self, places: Iterable[int]) -> float:
-        return float(np.prod([float(len(self.decisions.domains[v])) for v in set(places) if v >= 0]))
 
     def _one_table(
         self, t: PlanTensor, storage: int | None, readers: Sequence[Use], savers: Sequence[Use],
@@ -410,8 +299,8 @@ class Tabulated:
             back = self._result[h]
             of_input = [(made, back, out, back), (back, made, x, back)]
         if reads_again:
-            again = self._copy[self._beside[h]]
-            of_input.append((self._copy[own], again, operands, again))
+            other = self._copy[self._beside[h]]
+            of_input.append((self._copy[own], other, operands, other))
         if has_weight:
             to, read = self._result[g], np.where(there, kept, self._copy[own])
             of_weight = [(made, to, out, to), (read, beside, figures[-3], beside)]
@@ -422,6 +311,9 @@ class Tabulated:
                 seconds += np.where(on, self._cast(source, target, numel), 0.0)
                 size = size + numel[:, None] * width[size_of] * on
             held.append(size)
+        if has_input:  # the result is cast when all else is gone
+            alone = np.maximum(held[0] - x[:, None] * width[made], x[:, None] * width[back])
+            held[0] = np.where(made != back, alone, held[0])
         plain = (own == 0) & (h == 0) & (g == 0) & ~there
         there, made_of = (amount[:, None] * width[kept] * again for amount in figures[-6:-4])
         both = ~plain if has_input and has_weight else np.zeros(entries.count, np.bool_)

@@ -252,7 +252,7 @@ def drop_the_ties(monkeypatch):
 
 
 def drop_the_casts_of_results(monkeypatch):
-    monkeypatch.setattr(Program, "_result_casts", lambda self, gemm, moment: None)
+    monkeypatch.setattr(Program, "_result_casts", lambda self, gemm: ([], []))
 
 
 def forget_workspace(monkeypatch):
