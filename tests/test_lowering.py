@@ -131,6 +131,43 @@ def test_what_equals_a_storage_is_not_kept_twice() -> None:
     assert wide == [("up:linear#0", 256 * 64 * 2, True)]
 
 
+class NormsBetween(nn.Module):
+    """Two blocks, with a norm before each and after the last, on the way of the residual."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=False):
+            x = norm(x)
+            x = x + layer(x)
+        return self.norms[2](x)
+
+
+def test_a_norm_may_keep_its_input_normalized() -> None:
+    """What it gives is kept in BF16, and what it reads as it is: normalized in FP32 in its place, and not beside it."""
+    formats = {f"layers.{i}:linear#0": "bf16" for i in range(2)}
+    storages: dict[str, str | tuple[str, ...]] = {f"norms.{i}:layer_norm#0": "bf16" for i in range(2)}
+    plan = plan_of(formats, {**storages, ":add#0": "as_is", ":add#1": "as_is"})
+    _, _, model = both(NormsBetween(), plan, torch.randn(256, 64))
+    (made,) = autoprec.session(model).lowering.compiled
+    wide = [t.tensor for t in made.kept if t.bytes == 256 * 64 * 4]
+    assert len(wide) == 2 and not any(t.again for t in made.kept)
+    # Two tensors in FP32, two in BF16, and two numbers for each row of the three norms at most.
+    assert made.kept_bytes <= 2 * 256 * 64 * (4 + 2) + 3 * 2 * 4 * 256
+
+
+def test_what_is_kept_beside_its_storage_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the plan did not keep as it is what it does."""
+    said = {":gelu#0": inductor.Narrow(256 * 64, "float8_e4m3fn", ("elsewhere",))}
+    monkeypatch.setattr(inductor.Inductor, "_narrow", lambda self: said)
+    _, _, model = both(Block(), plan_of({":gelu#0": "fp32"}), torch.randn(256, 16))
+    (made,) = autoprec.session(model).lowering.compiled
+    assert {t.tensor for t in made.kept if t.again} == {":gelu#0"}
+
+
 def test_gradients_are_those_of_the_rounded_tensors() -> None:
     """Furthest from the plan without storages, near to eager's with them: the storages are really read."""
     torch.manual_seed(1)

@@ -8,7 +8,7 @@ keeps as it is, the compiler makes again in the backward pass what costs it noth
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -114,16 +114,17 @@ class Inductor:
         )
         return run
 
-    def _narrow(self) -> dict[str, tuple[int, str]]:
-        """Of each tensor that the plan does not keep as it is: how many elements it has, and torch's name for what it
-        is kept in, "" where it is made again."""
+    def _narrow(self) -> dict[str, Narrow]:
+        """The tensors that the plan does not keep as they are."""
         found = {}
         kept = {} if self._plan is None else self._plan.storage_of
+        made_of = {output: op.inputs for op in self._binding.ops for output in op.outputs}
         for node, tensor in self._binding.tensor_id.items():
             value, storage = node.meta.get("example_value"), kept.get(tensor, AS_IS)
             if storage != AS_IS and isinstance(value, Tensor):
                 dtype = str(dtype_of(storage)) if storage != RECOMPUTED and has_dtype(storage) else ""
-                found[tensor] = (size_hint(value.numel()), dtype.removeprefix("torch."))
+                inputs = tuple(t for _, t in made_of.get(tensor, ()) if kept.get(t) == AS_IS)
+                found[tensor] = Narrow(size_hint(value.numel()), dtype.removeprefix("torch."), inputs)
         return found
 
     @property
@@ -185,12 +186,19 @@ def _labelled(
     return made
 
 
+class Narrow(NamedTuple):
+    """A tensor that the plan does not keep as it is: how many elements it has, torch's name for what it is kept in ("",
+    if it is made again), and which tensors that are kept as they are its op reads."""
+
+    numel: int
+    dtype: str
+    made_of: tuple[str, ...]
+
+
 class Partitioner(CustomPartitionerFn):
     """torch's own partitioner, under the marks that tracing has left, and what it decided."""
 
-    def __init__(self, narrow: Mapping[str, tuple[int, str]]) -> None:
-        """`narrow`: of each tensor that the plan does not keep as it is, how many elements it has, and in which dtype
-        it is kept."""
+    def __init__(self, narrow: Mapping[str, Narrow]) -> None:
         self._narrow = narrow
         self.kept: tuple[KeptTensor, ...] = ()
 
@@ -210,27 +218,44 @@ class Partitioner(CustomPartitionerFn):
         )
         _splice_outputs(forward, count, count + more, ())
         nodes = [n for n in _results(forward)[count:] if isinstance(n, fx.Node) and not _is_of_input(n)]
-        self.kept = tuple(self._kept(n) for n in nodes if isinstance(n.meta.get("val"), Tensor))
+        there = {_tensor(n) for n in nodes}
+        self.kept = tuple(self._kept(n, there) for n in nodes if isinstance(n.meta.get("val"), Tensor))
         return forward, backward
 
-    def _kept(self, node: fx.Node) -> KeptTensor:
-        value = node.meta["val"]
-        tensor = node.meta.get("custom", {}).get(OF_TENSOR, "")
+    def _kept(self, node: fx.Node, there: Container[str]) -> KeptTensor:
+        value, tensor = node.meta["val"], _tensor(node)
         dtype = str(value.dtype).removeprefix("torch.")
-        size, storage = self._narrow.get(tensor, (0, ""))
+        size, storage, made_of = self._narrow.get(tensor, (0, "", ()))
         # What is in the storage's dtype anyway is not marked: nothing was made of it.
         planned = node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE or (bool(size) and dtype == storage)
+        # A norm's backward pass reads its input normalized: that may be there in place of the input.
+        instead = _is_on_the_way(node) and any(t not in there for t in made_of)
         return KeptTensor(
             tensor=tensor,
             dtype=dtype,
             bytes=size_hint(value.numel()) * value.element_size(),
             planned=planned,
-            again=bool(size) and not planned and 2 * size_hint(value.numel()) > size,
+            again=bool(size) and not planned and not instead and 2 * size_hint(value.numel()) > size,
         )
 
     def uuid(self) -> str:
         """Cached kernels do not depend on it: they are of what it made."""
         return "autoprec"
+
+
+def _tensor(node: fx.Node) -> str:
+    return str(node.meta.get("custom", {}).get(OF_TENSOR, ""))
+
+
+def _is_on_the_way(node: fx.Node) -> bool:
+    """Whether a node is a part of computing its tensor, and not that tensor, a view or a cast of it."""
+    cast = torch.ops.prims.convert_element_type.default
+    users = [u for u in node.users if u.op == "call_function" and u.target is not cast and not _is_view(u)]
+    return any(_tensor(u) == _tensor(node) for u in users if u.meta.get("recompute") is None)
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
 def _results(module: fx.GraphModule) -> list[Any]:
@@ -241,7 +266,7 @@ def _results(module: fx.GraphModule) -> list[Any]:
 
 def _is_of_input(node: fx.Node) -> bool:
     """Whether it is an input, or a view of one: it takes no bytes."""
-    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+    while _is_view(node):
         source = node.args[0]
         assert isinstance(source, fx.Node)
         node = source
