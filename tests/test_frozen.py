@@ -143,18 +143,7 @@ def test_rows_are_looked_up_without_the_rest() -> None:
 # The plan -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "formats",
-    [
-        "fp32",
-        pytest.param(
-            "fp32 bf16",
-            marks=pytest.mark.xfail(
-                reason="as timings fall, the plan's peak is 9 % above its prediction", strict=False
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("formats", ["fp32", "fp32 bf16"])
 def test_they_live_as_planned_and_the_prediction_knows(formats: str) -> None:
     model, batches = made(width=256, rows=8, length=65)
     parameters = dict(model.named_parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -12,11 +13,12 @@ from torch import nn
 import autoprec
 from autoprec.devices import Device
 from autoprec.execution.measuring import peak_bytes, saved_bytes, workspace_bytes
-from autoprec.graphs import OpClass
+from autoprec.graphs import OpClass, Role
 from autoprec.numerics.dtypes import native_formats
 from autoprec.planning.evaluator import Step, evaluate
 from autoprec.planning.planner import ask, propose
 from autoprec.planning.problem import fixed_bytes
+from autoprec.planning.proposals import Proposals
 from autoprec.planning.solutions import Choice, Solution
 from autoprec.planning.uniform import uniform_choice
 from autoprec.serial import load_policy
@@ -133,15 +135,7 @@ def test_places_that_a_convolution_does_not_read_take_nothing(gradient: str) -> 
     assert gemm.plain_extra[1] > 0
     options = list(uniform_choice(problem, "bf16").options)
     options[gemm.grad_weight] = problem.units[gemm.grad_weight].options.index(gradient)
-    choice = Choice(options=tuple(options))
-    evaluation = evaluate(problem, choice)
-    plan = proposals.decisions(Solution(choice=choice, evaluation=evaluation, bound=0.0))
-    autoprec.unwrap(model)
-    autoprec.compile(model, plan=plan, events=None)
-    for _ in range(2):
-        model(batches[0]).backward()
-    measured = peak_bytes(lambda: model(batches[0]).backward(), CPU)
-    predicted = evaluation.peak_bytes - problem.fixed_bytes
+    measured, predicted = measured_and_predicted(model, proposals, Choice(options=tuple(options)), batches[0])
     assert abs(predicted / measured - 1.0) <= SLACK, (predicted, measured)
     # Where the whole product is FP32 it is torch's own.
     assert problem.one_after_the_other(gemm, "fp32", plain=True) == (gemm.plain_extra[0], -gemm.plain_extra[1])
@@ -228,14 +222,60 @@ def test_the_peak_of_small_models_of_transformers_is_predicted(name: str) -> Non
         assert found.ratio is not None and abs(found.ratio - 1.0) <= SLACK, found
 
 
-@pytest.mark.skipif(EMULATED, reason="products in BF16 hold FP32 copies, whose overlap is less sure")
-@pytest.mark.parametrize(("name", "most"), [("mlp", 0.03), ("transformer", 0.12)])
-def test_the_peak_of_any_mixture_is_predicted(name: str, most: float) -> None:
+@pytest.mark.parametrize("name", ["mlp", "transformer", "cnn"])
+def test_the_peak_of_any_mixture_is_predicted(name: str) -> None:
     """Formats and storages by chance: casts, and the order in which our products make their gradients."""
     with one_thread():
         found = ratios(calibrate(BENCH[name]), 8)
+    # An emulated product makes its FP32 copies of gradients when the casts that they are made of are gone.
+    most, middle = (0.2, 0.12) if EMULATED else (0.03, 0.005)
     assert max(abs(r - 1.0) for r in found) <= most, found
-    assert abs(float(np.median(found)) - 1.0) <= 0.03, found
+    assert abs(float(np.median(found)) - 1.0) <= middle, found
+
+
+class Adds(nn.Module):
+    """A sum, each term of which may be made in another format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 256), nn.Linear(256, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        return (x + self.down(torch.tanh(self.up(x)))).mean()
+
+
+def test_who_has_the_gradient_of_a_sum_is_known() -> None:
+    """A term of another format than the sum has a cast of its own, and so has the other one its gradient."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, batches = Adds(), [torch.randn(2048, 64) for _ in range(2)]
+    policy = load_policy("balanced").replaced(calibration={"steps": 2}, storage={"formats": ()})
+    autoprec.compile(model, policy=policy, batches=batches, loss_fn=lambda m, b: m(b), events=None)
+    session = autoprec.session(model)
+    proposals = propose(ask(session.graph, session.profile, session.device, policy))
+    problem, ops = proposals.problem, ("stem:linear#0", "down:linear#0", ":add#0")
+    units = [next(i for i, u in enumerate(problem.units) if (u.op, u.role) == (op, Role.OUTPUT)) for op in ops]
+    for formats in itertools.product(("fp32", "bf16"), repeat=3):
+        options = list(uniform_choice(problem, "bf16").options)
+        for unit, f in zip(units, formats, strict=True):
+            options[unit] = problem.units[unit].options.index(f)
+        measured, predicted = measured_and_predicted(model, proposals, Choice(options=tuple(options)), batches[0])
+        assert abs(predicted / measured - 1.0) <= (0.1 if EMULATED else 0.02), (formats, predicted, measured)
+
+
+def measured_and_predicted(
+    model: nn.Module, proposals: Proposals, choice: Choice, batch: torch.Tensor
+) -> tuple[int, int]:
+    """The peak of the second step under a choice, beyond what is there anyway."""
+    evaluation = evaluate(proposals.problem, choice)
+    plan = proposals.decisions(Solution(choice=choice, evaluation=evaluation, bound=0.0))
+    autoprec.unwrap(model)
+    autoprec.compile(model, plan=plan, events=None)
+    for _ in range(2):
+        model(batch).backward()
+    measured = peak_bytes(lambda: model(batch).backward(), CPU)
+    return measured, evaluation.peak_bytes - proposals.problem.fixed_bytes
 
 
 class Attends(nn.Module):
