@@ -21,7 +21,8 @@ from autoprec.planning.values import Problem
 from autoprec.plans import AS_IS, RECOMPUTED, Alternative, Plan
 from autoprec.policies import Policy
 from autoprec.serial import read_plan, write_plan
-from tests.planning.planning_cases import Case, Maker, histogram, modelled_device, random_case, transformer
+from tests.planning.maker import Maker, histogram
+from tests.planning.planning_cases import Case, modelled_device, random_case, transformer
 
 Run = Callable[..., tuple[int, str, str]]
 

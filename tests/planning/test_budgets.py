@@ -13,10 +13,9 @@ from autoprec.planning.problem import build_problem
 from autoprec.planning.uniform import uniform_choice
 from autoprec.plans import AS_IS, Totals
 from autoprec.policies import Budget
+from tests.planning.maker import FORMATS, Maker
 from tests.planning.planning_cases import (
-    FORMATS,
     Case,
-    Maker,
     chain,
     chain_case,
     modelled_device,

@@ -21,7 +21,8 @@ from autoprec.planning.problem import build_problem
 from autoprec.planning.roots import resolve_roots
 from autoprec.planning.values import GradientNode, Problem
 from autoprec.profiles import Profile
-from tests.planning.planning_cases import Maker, histogram, modelled_device, policy, with_tensor
+from tests.planning.maker import Maker, histogram
+from tests.planning.planning_cases import modelled_device, policy, with_tensor
 
 NOISE = 1e-3
 

@@ -7,7 +7,7 @@ import pytest
 
 from autoprec.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, Format
 from autoprec.planning.noise import current_scale_log2, error_energy, saturated_weight
-from tests.planning.planning_cases import histogram
+from tests.planning.maker import histogram
 
 SAMPLES = 200_000
 

@@ -26,13 +26,11 @@ from autoprec.planning.saved import relative_variance
 from autoprec.planning.uniform import uniform_choice
 from autoprec.plans import AS_IS
 from autoprec.profiles import LossProfile, Profile
+from tests.planning.maker import FORMATS, Maker, histogram
 from tests.planning.planning_cases import (
-    FORMATS,
     Case,
-    Maker,
     chain,
     chain_case,
-    histogram,
     modelled_device,
     plan_of,
     policy,

@@ -12,7 +12,8 @@ from autoprec.planning.evaluator import evaluate
 from autoprec.planning.solutions import Choice
 from autoprec.planning.uniform import uniform_choice
 from autoprec.planning.values import Problem
-from tests.planning.planning_cases import Case, Maker, histogram, modelled_device, plan_of, policy
+from tests.planning.maker import Maker, histogram
+from tests.planning.planning_cases import Case, modelled_device, plan_of, policy
 
 SCORES = "m:matmul#1"
 

@@ -12,7 +12,7 @@ from autoprec.planning.evaluator import Step
 from autoprec.planning.problem import build_problem
 from autoprec.planning.solutions import Choice
 from autoprec.policies import Policy
-from tests.planning.planning_cases import Maker
+from tests.planning.maker import Maker
 
 #: Bytes of every tensor below.
 SIZE = 4 * 6
