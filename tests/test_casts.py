@@ -309,6 +309,18 @@ def test_a_scaled_cast_is_multiplied_in_fp32_and_makes_no_copy_of_it(dtype: torc
     assert leaf.grad is not None and leaf.grad.eq(2.0**scale_log2).all()
 
 
+@pytest.mark.parametrize("scale_log2", [-30, -1, 0, 12, 30])
+def test_a_gradient_leaves_a_region_for_bf16_without_a_copy(scale_log2: int) -> None:
+    """Every FP16 number, subnormals among them: bit for bit what is multiplied in FP32."""
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(torch.float16)
+    plain, there = (x.float() * 2.0**scale_log2).to(torch.bfloat16), ~x.isnan()
+    with torch.no_grad():
+        found = scaled_cast(x, scale_log2, torch.bfloat16)
+        made = workspace_bytes(lambda: scaled_cast(x, scale_log2, torch.bfloat16), torch.device("cpu"))
+    assert found[there].view(torch.int16).equal(plain[there].view(torch.int16)) and found[~there].isnan().all()
+    assert made < 100
+
+
 def test_one_scale_is_the_same_looked_at_or_not() -> None:
     """`encode` finds it by Python's numbers on a CPU, by torch's where each row has one, and on a GPU."""
     amaxes = [

@@ -35,7 +35,8 @@ def scaled_cast(x: Tensor, scale_log2: int, dtype: torch.dtype) -> Tensor:
     if torch.is_grad_enabled() or is_traced(x):
         return (x.float() * factor).to(dtype)
     made = torch.empty_like(x, dtype=dtype)
-    if dtype is torch.float32:
+    # BF16 has the exponents of FP32: an FP16 number that is rounded first is, times a power of two, one rounded last.
+    if dtype is torch.float32 or (x.dtype is torch.float16 and dtype is torch.bfloat16):
         return made.copy_(x).mul_(factor)
     for source, target in pieces(x, made):
         target.copy_(torch.empty_like(source, dtype=torch.float32).copy_(source).mul_(factor))
