@@ -17,6 +17,7 @@ from autoprec.planning.planner import ask, propose
 from autoprec.planning.problem import fixed_bytes
 from autoprec.planning.roots import resolve_roots
 from autoprec.planning.standing import standing
+from autoprec.plans import Plan
 from autoprec.serial import load_policy
 
 CPU = torch.device("cpu")
@@ -103,6 +104,32 @@ def test_the_peak_of_a_compiled_step_is_told_from_its_code(name: str, policy: st
     found = compiled(name, policy)
     assert found.predicted is not None
     assert abs(found.predicted / found.measured - 1.0) < 0.05, found
+
+
+class GivesBack(nn.Module):
+    """What it gives back is as large as what it makes on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.gelu(torch.sin(layer(x)))
+        return x
+
+
+def test_the_gradient_that_a_compiled_step_is_given_is_there_until_it_is_over() -> None:
+    """Its code lets go of it, a replay of the step needs it."""
+    torch._dynamo.reset()
+    model, x, weights = GivesBack(), torch.randn(4096, 64), torch.randn(4096, 64)
+    autoprec.compile(model, plan=Plan(assignments=()), events=None, backend="inductor")
+    for _ in range(2):
+        (model(x) * weights).sum().backward()
+    measured = peak_bytes(lambda: (model(x) * weights).sum().backward(), CPU)
+    (made,) = autoprec.session(model).lowering.compiled
+    assert made.peak_bytes is not None
+    assert abs(made.peak_bytes / measured - 1.0) < 0.02, (made.peak_bytes, measured)
 
 
 def test_gradients_of_weights_that_come_together_are_planned_together() -> None:

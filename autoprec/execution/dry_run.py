@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
@@ -61,7 +61,6 @@ def dry_run(code: Callable[..., Any], inputs: Sequence[Any], owned: Sequence[boo
 
 
 def _run(code: MethodType, function: FunctionType, inputs: Sequence[Any], owned: Sequence[bool]) -> DryRun:
-    held = _Held()
     arguments: list[Any] = []
     storages: dict[int, torch.UntypedStorage] = {}  # some are views of the same tensor
     for x in inputs:
@@ -70,15 +69,16 @@ def _run(code: MethodType, function: FunctionType, inputs: Sequence[Any], owned:
         else:
             arguments.append(size_hint(x) if isinstance(x, torch.SymInt) else x)
     storages.clear()
+    stay = [x for x, own in zip(arguments, owned, strict=True) if not own and isinstance(x, Tensor)]
+    there = {x.untyped_storage()._cdata for x in stay}
+    held = _Held(there)
     for i, own in enumerate(owned):  # by place: nothing here holds what the code lets go of
         if own and isinstance(arguments[i], Tensor):
             held.count(arguments[i])
-    stay = [x for x, own in zip(arguments, owned, strict=True) if not own and isinstance(x, Tensor)]
     names = {name: _without_kernels(name, value, held) for name, value in function.__globals__.items()}
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     with torch.no_grad(), held:
         results = made(code.__self__, arguments)
-    there = {x.untyped_storage()._cdata for x in stay}
     own = tuple(isinstance(y, Tensor) and y.untyped_storage()._cdata not in there for y in results)
     held_bytes = held.now
     del results, stay
@@ -117,10 +117,12 @@ def _nothing(*arguments: Any, **options: Any) -> None:
 
 
 class _Held(TorchDispatchMode):
-    """Bytes of the storages of tensors that are alive, of those that it was told of and of all results."""
+    """Bytes of the storages of tensors that are alive, of those that it was told of and of all results, but for those
+    that are `lent`: views of them are no bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, lent: Container[int]) -> None:
         super().__init__()
+        self._lent = lent
         self._users: Counter[int] = Counter()
         self.now = self._most = 0
         #: By call of a kernel, as text: what measures its workspace, and the most that was held beside it.
@@ -134,6 +136,8 @@ class _Held(TorchDispatchMode):
     def count(self, x: Tensor) -> Tensor:
         """Count its storage while it lives."""
         storage = x.untyped_storage()
+        if storage._cdata in self._lent:
+            return x
         if not self._users[storage._cdata]:
             self.now += storage.nbytes()
             self._most = max(self._most, self.now)

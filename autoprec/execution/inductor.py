@@ -155,13 +155,18 @@ def _predicted(passes: Sequence[_Pass]) -> tuple[int, int] | tuple[None, None]:
     most, held = 0, list[int]()
     for one in passes:
         # Parameters, buffers and inputs stay; what the forward pass kept, copies of them in another layout among it, is
-        # the backward pass's to let go of.
-        run = dry_run(one.code, one.inputs, [own.get(n, not n.startswith("primals_")) for n in one.names])
+        # the backward pass's to let go of. The gradients that it is given are there until it is over: a replay of the
+        # step needs them.
+        stays = ("primals_", "tangents_")
+        run = dry_run(one.code, one.inputs, [own.get(n, not n.startswith(stays)) for n in one.names])
         if run is None:
             return None, None
+        named = zip(one.names, one.inputs, strict=True)
+        given = [x for n, x in named if n.startswith("tangents_") and isinstance(x, Tensor)]
+        beside = sum({x.untyped_storage()._cdata: size_hint(x.untyped_storage().nbytes()) for x in given}.values())
         held.append(run.held_bytes)
         own |= zip(one.results, run.own, strict=False)  # a name for each, or the rest is whoever's
-        most = max(most, run.peak_bytes)
+        most = max(most, run.peak_bytes + beside)
     return (most, held[0]) if held else (None, None)
 
 
