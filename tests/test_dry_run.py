@@ -183,6 +183,11 @@ class Runner:
         del a, b
         return [c + c]
 
+    def looks_at(self, arguments: list[Tensor]) -> list[Tensor]:
+        [x] = arguments
+        arguments.clear()
+        return [x.view(2, 500).sin()]
+
 
 def test_who_cannot_tell() -> None:
     """Code that is no method of a generated module, and an op that says nothing about its results."""
@@ -199,6 +204,12 @@ def test_views_of_one_tensor_are_held_once_and_as_long_as_they_are_owned(owned: 
     assert found.peak_bytes == (12000 if owned else 8000) and found.held_bytes == 4000
     apart = dry_run(Runner().adds, [row.clone() for row in both], [owned, owned])
     assert apart == found
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_a_view_of_what_is_lent_is_no_bytes(owned: bool) -> None:
+    found = dry_run(Runner().looks_at, [torch.ones(1000)], [owned])
+    assert found is not None and found.peak_bytes == (8000 if owned else 4000)
 
 
 def test_without_what_kernels_take_the_prediction_is_too_low(monkeypatch: pytest.MonkeyPatch) -> None:

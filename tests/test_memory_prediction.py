@@ -135,7 +135,7 @@ def test_places_that_a_convolution_does_not_read_take_nothing(gradient: str) -> 
     assert gemm.plain_extra[1] > 0
     options = list(uniform_choice(problem, "bf16").options)
     options[gemm.grad_weight] = problem.units[gemm.grad_weight].options.index(gradient)
-    measured, predicted = measured_and_predicted(model, proposals, Choice(options=tuple(options)), batches[0])
+    measured, predicted = peaks_under(model, proposals, Choice(options=tuple(options)), batches[0])
     assert abs(predicted / measured - 1.0) <= SLACK, (predicted, measured)
     # Where the whole product is FP32 it is torch's own.
     assert problem.one_after_the_other(gemm, "fp32", plain=True) == (gemm.plain_extra[0], -gemm.plain_extra[1])
@@ -260,13 +260,11 @@ def test_who_has_the_gradient_of_a_sum_is_known() -> None:
         options = list(uniform_choice(problem, "bf16").options)
         for unit, f in zip(units, formats, strict=True):
             options[unit] = problem.units[unit].options.index(f)
-        measured, predicted = measured_and_predicted(model, proposals, Choice(options=tuple(options)), batches[0])
+        measured, predicted = peaks_under(model, proposals, Choice(options=tuple(options)), batches[0])
         assert abs(predicted / measured - 1.0) <= (0.1 if EMULATED else 0.02), (formats, predicted, measured)
 
 
-def measured_and_predicted(
-    model: nn.Module, proposals: Proposals, choice: Choice, batch: torch.Tensor
-) -> tuple[int, int]:
+def peaks_under(model: nn.Module, proposals: Proposals, choice: Choice, batch: torch.Tensor) -> tuple[int, int]:
     """The peak of the second step under a choice, beyond what is there anyway."""
     evaluation = evaluate(proposals.problem, choice)
     plan = proposals.decisions(Solution(choice=choice, evaluation=evaluation, bound=0.0))
