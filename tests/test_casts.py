@@ -303,7 +303,10 @@ def test_a_scaled_cast_is_multiplied_in_fp32_and_makes_no_copy_of_it(dtype: torc
         assert scaled_cast(x, scale_log2, dtype).equal(plain)
         assert scaled_cast(x.t(), scale_log2, dtype).equal(plain.t())
         made = workspace_bytes(lambda: scaled_cast(x, scale_log2, dtype), torch.device("cpu"))
+        few = x.view(-1)[: 1 << 16]
+        made_of_few = workspace_bytes(lambda: scaled_cast(few, scale_log2, dtype), torch.device("cpu"))
     assert made < (100 if dtype is torch.float32 else 5 * piece_numel(x))  # one FP32 copy of a piece
+    assert made_of_few < (100 if dtype is torch.float32 else 5 << 14)  # of a quarter
     leaf = x.float().requires_grad_()
     scaled_cast(leaf, scale_log2, torch.float32).sum().backward()
     assert leaf.grad is not None and leaf.grad.eq(2.0**scale_log2).all()

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from autoprec.calibration.structure import TensorMeta, TimingCase, tensors_of
 from autoprec.devices import CastTiming, Device, NoKernel, OpTiming
-from autoprec.execution.measuring import workspace_bytes
+from autoprec.execution.measuring import releasing_workspace_bytes, workspace_bytes
 from autoprec.formats import is_operands_only, is_scaled, result_format
 from autoprec.graphs import OpClass, Role
 from autoprec.numerics.contractions import weighted_product
@@ -257,18 +257,26 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
     device = torch.device(device_type)
     with torch.enable_grad():
         held = {Role.OUTPUT: workspace_bytes(forward, device)}
-    if case.op.op_class is OpClass.RECURRENT:
-        y = y[0]  # the states that follow are parts of it, but for the last cells
+    y = _differentiated(case, y)
     if not (isinstance(y, Tensor) and y.requires_grad):
         nothing = {role: lambda: None for role in case.op.roles}
         return _Runs(runs=nothing | {Role.OUTPUT: without_graph}, private_bytes=private, workspace=held)
     g = torch.randn(y.shape, device=y.device).to(y.dtype)
 
-    def backward(y: Tensor, wanted: Sequence[Tensor]) -> Callable[[], object]:
+    def backward(y: Tensor, wanted: Sequence[Tensor], *, release: bool = False) -> Callable[[], object]:
         live = [t for t in wanted if t.requires_grad]
         if not live:
             return lambda: None
-        return lambda: torch.autograd.grad(y, live, g, retain_graph=True, allow_unused=True)
+        return lambda: torch.autograd.grad(y, live, g, retain_graph=not release, allow_unused=True)
+
+    @torch.enable_grad()
+    def once_more() -> Tensor:
+        found = _differentiated(case, forward())
+        assert isinstance(found, Tensor)
+        return found
+
+    def backward_workspace() -> int:
+        return releasing_workspace_bytes(once_more, lambda y, release: backward(y, leaves, release=release)(), device)
 
     def backward_alone(wanted: Sequence[Tensor]) -> Callable[[], object]:
         """Of a graph in which nothing else takes a gradient: an autograd.Function makes every one that was ever
@@ -290,7 +298,10 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
     elif case.op.op_class is OpClass.GEMM:
         roles[Role.GRAD_INPUT] = backward(y, leaves)
     if len(roles) > 1:
-        held |= {role: workspace_bytes(run, device) for role, run in roles.items() if role is not Role.OUTPUT}
+        if case.op.gemm is None:
+            held[Role.GRAD_INPUT] = backward_workspace()
+        else:
+            held |= {role: workspace_bytes(run, device) for role, run in roles.items() if role is not Role.OUTPUT}
         if case.op.kind in GROUPED and fmt == "fp32":  # may give both gradients, whichever is wanted
             held |= dict.fromkeys((Role.GRAD_INPUT, Role.GRAD_WEIGHT), workspace_bytes(backward(y, leaves), device))
         mixed = _mixed(case, device_type) if fmt == "fp32" and case.op.gemm is not None else {}
@@ -301,9 +312,15 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
         runs=runs,
         private_bytes=private,
         workspace=held,
-        backward_workspace=workspace_bytes(whole, device),
+        backward_workspace=backward_workspace(),
         forward=once if is_repeatable(case.op.kind) else None,
     )
+
+
+def _differentiated(case: TimingCase, result: Any) -> Any:
+    """What an op's gradients are those of: of a recurrent layer's results the first, of which the states that follow
+    are parts, but for the last cells."""
+    return result[0] if case.op.op_class is OpClass.RECURRENT else result
 
 
 def _mixed(case: TimingCase, device_type: str) -> dict[Role, int]:

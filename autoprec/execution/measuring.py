@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -21,6 +22,7 @@ __all__ = [
     "mark_gradient",
     "mark_outputs",
     "peak_bytes",
+    "releasing_workspace_bytes",
     "saved_bytes",
     "step_seconds",
     "workspace_bytes",
@@ -75,22 +77,47 @@ def held_bytes(forward: Callable[[], object]) -> int:
 
 def workspace_bytes(run: Callable[[], object], device: torch.device) -> int:
     """Bytes that `run` holds for a moment at its peak, beside what its result and what belongs to it go on holding."""
+    highest, left = _highest_and_left(run, device)
+    return max(0, highest - max(0, left))
+
+
+def releasing_workspace_bytes(make: Callable[[], T], use: Callable[[T, bool], object], device: torch.device) -> int:
+    """The same of `use(make(), True)`, which lets go of what was made, as a backward pass of several nodes does one by
+    one. `use(…, False)` lets go of nothing: what it leaves is what its result holds."""
+    made = make()
+    _, left = _highest_and_left(partial(use, made, False), device)
+    if device.type == "cuda":
+        highest, _ = _highest_and_left(partial(use, made, True), device)
+        return max(0, highest - max(0, left))
+
+    def both() -> object:
+        again = make()  # while somebody looks on: what was allocated before is let go of unseen
+        _mark_on_cpu(_MADE)
+        return use(again, True)
+
+    _, events = _profiled(both)
+    begin = max(k for k, (name, _) in enumerate(events) if name == _MADE)
+    return max(0, _highest(size for _, size in events[begin:]) - max(0, left))
+
+
+def _highest_and_left(run: Callable[[], object], device: torch.device) -> tuple[int, int]:
+    """Bytes above what was allocated before: at the peak of `run`, and after it, while its result lives."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         result = run()
         torch.cuda.synchronize(device)
-        kept = torch.cuda.memory_allocated(device) - before
+        left = torch.cuda.memory_allocated(device) - before
         del result
-        return max(0, torch.cuda.max_memory_allocated(device) - before - max(0, kept))
+        return torch.cuda.max_memory_allocated(device) - before, left
     _, sizes = _allocations(run)
-    return max(0, _highest(sizes) - max(0, sum(sizes)))
+    return _highest(sizes), sum(sizes)
 
 
 #: What marks the places in a step that `at_the_turn` looks between; None while nobody does.
 _marking: Callable[[str], None] | None = None
-_OUTPUTS, _GRADIENT = "autoprec: outputs", "autoprec: gradient"
+_OUTPUTS, _GRADIENT, _MADE = "autoprec: outputs", "autoprec: gradient", "autoprec: made"
 
 
 def mark_outputs() -> None:
@@ -192,7 +219,7 @@ def _profiled(run: Callable[[], T]) -> tuple[T, list[tuple[str, int]]]:
     for e in (e for events in threads for e in events):
         if e.kind() == "memory_alloc":
             found.append(("", e.cpu_memory_usage()))
-        elif e.kind() == "push" and e.name() in (_OUTPUTS, _GRADIENT):
+        elif e.kind() == "push" and e.name() in (_OUTPUTS, _GRADIENT, _MADE):
             found.append((e.name(), 0))
     return result, found
 

@@ -139,9 +139,10 @@ def _narrow(x: Tensor, scale: Tensor | float, fmt: Format) -> Tensor:
     return inside.clamp(-fmt.max_value, fmt.max_value).to(dtype_of(fmt.name))
 
 
-def pieces(x: Tensor, y: Tensor, *, whole: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-    """Two tensors of one layout, piece by piece, so that what is made on the way stays small."""
-    most = piece_numel(x)
+def pieces(x: Tensor, y: Tensor, *, whole: bool = False, most: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Two tensors of one layout, piece by piece (of `most` elements at most, where said), so that what is made on the
+    way stays small."""
+    most = piece_numel(x) if most is None else most
     if whole or x.numel() <= most or not x.is_contiguous() or not y.is_contiguous():
         yield x, y
         return

@@ -12,7 +12,8 @@ __all__ = ["is_unfused", "with_what_attention_keeps"]
 
 def is_unfused(op: Op) -> bool:
     """Whether it is attention that runs op by op: a kernel for both passes keeps its result."""
-    return op.kind == ATTENTION and op.private_saved_bytes > 0 and not set(op.outputs) & set(op.saves)
+    keeps = op.private_saved_bytes > 0 or bool(op.saves)  # all counts as what it is given, once that is told
+    return op.kind == ATTENTION and keeps and not set(op.outputs) & set(op.saves)
 
 
 def with_what_attention_keeps(graph: OpGraph, roots: Roots) -> OpGraph:

@@ -9,6 +9,7 @@ from autoprec.checks import check_amount, check_format, check_storage, check_uni
 from autoprec.errors import InputError
 from autoprec.graphs import Role
 from autoprec.planning.codes import result_of
+from autoprec.planning.phases import NEVER
 from autoprec.planning.values import PlanTensor, Problem, Remaking, Unit, Use
 from autoprec.plans import RECOMPUTED
 
@@ -141,7 +142,7 @@ class _Check:
         self.index((*at, "moment"), use.moment, self.ops, "moment")
         self.unit_index((*at, "unit"), use.unit)
         self.backward_moment((*at, "kept_from"), use.kept_from)
-        if use.shared_until is not None:
+        if use.shared_until not in (None, NEVER):
             self.index((*at, "shared_until"), use.shared_until, self.ops, "moment")
         if use.instead is not None:
             self.unit_index((*at, "instead", 0), use.instead[0])
@@ -158,6 +159,9 @@ class _Check:
             self.index((*at, "x"), gemm.x, len(p.tensors), "tensor")
             self.index((*at, "variance"), gemm.variance, p.variances, "variance")
             self.amounts(at, gemm, "x_numel", "out_numel", "upstream", "operands_numel", "weight_bytes", "seen_numel")
+            if gemm.summed is not None:
+                self.index((*at, "summed", 0), gemm.summed[0], self.ops, "moment")
+                self.amount((*at, "summed", 1), gemm.summed[1])
             for name, role in roles.items():
                 unit = getattr(gemm, name)
                 self.index((*at, name), unit, len(p.units), "unit")

@@ -67,7 +67,7 @@ class Step:
             self.hold(f"statistics of {p.ops[moment]}", "statistics", kept_from, p.backward(moment), size)
             self.saved += size if kept_from == moment else 0
         for held in p.standing:
-            self.hold_phases(held.what, _GRADIENTS, *p.held_with_casts(held), held.bytes)
+            self.hold_phases(held.what, _GRADIENTS, *p.with_casts(held.first, held.last), held.bytes)
         for moment, size in p.workspace:
             self.hold(f"workspace of {p.op_at(moment)}", "workspace", moment, moment, size)
 
@@ -241,6 +241,9 @@ class Step:
         early, late = p.one_after_the_other(gemm, self.format(gemm.output), plain=plain)
         held = [held[0] + early, *(max(0, size - late) for size in held[1:])]
         self.hold(f"workspace of {gemm.op}", "workspace", moment, moment, max(held))
+        if plain and gemm.summed is not None:
+            then = p.backward(gemm.summed[0])
+            self.hold(f"sum of gradients of the weight of {gemm.op}", "workspace", then, then, gemm.summed[1])
 
     def loss_variance(self) -> float:
         """E(δL)² per step over all rounding events."""

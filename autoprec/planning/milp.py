@@ -332,6 +332,8 @@ class Program(Holding):
         for gemm in p.gemms:
             if p.phase(p.backward(gemm.moment)) == phase:
                 total.add(*self._larger_workspace(gemm))
+            if gemm.summed is not None and p.phase(p.backward(gemm.summed[0])) == phase:
+                total.add(self._plain_product(gemm), float(gemm.summed[1]))
         for expression, size in self.workspace.get(phase, ()):
             total.add(expression, float(size))
         for demand in demands(p, phase):

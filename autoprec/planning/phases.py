@@ -8,7 +8,10 @@ while nothing else is.
 
 from __future__ import annotations
 
-__all__ = ["Phases"]
+__all__ = ["NEVER", "Phases"]
+
+#: A moment before all others.
+NEVER = -1
 
 
 class Phases:
@@ -32,6 +35,11 @@ class Phases:
     def cast_phase(self, moment: int) -> int:
         """The phase of a moment in which casts are made."""
         return 2 * moment + (moment >= len(self.ops))
+
+    def with_casts(self, first: int, last: int) -> tuple[int, int]:
+        """From one backward moment to another: also while the gradients of the moments before and of the last are
+        cast."""
+        return self.phase(first) if first == len(self.ops) else self.cast_phase(first - 1), self.cast_phase(last)
 
     def phase_name(self, phase: int) -> str:
         """A phase for people: "forward of blocks.0:linear#0"."""

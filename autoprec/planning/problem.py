@@ -22,24 +22,25 @@ from itertools import product
 
 from autoprec.devices import Device
 from autoprec.errors import DeviceError, ProfileError
-from autoprec.formats import held_as, is_scaled, other_operand, result_format
+from autoprec.formats import held_as, other_operand, result_format
 from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind, TensorSpec, shared_path
 from autoprec.planning.activations import Activations
 from autoprec.planning.attention import with_what_attention_keeps
-from autoprec.planning.codes import bytes_of
 from autoprec.planning.flow import Flow
 from autoprec.planning.frozen import frozen_nodes, frozen_units, reading_wide
 from autoprec.planning.gradients import gradient_nodes
 from autoprec.planning.kinks import kink_nodes
 from autoprec.planning.noise import saturates_by_design
 from autoprec.planning.options import Options, decides, in_place_pairs, reads_narrow, unit_options
+from autoprec.planning.phases import NEVER
 from autoprec.planning.pricing import Prices
-from autoprec.planning.products import Products, mixed_workspace
+from autoprec.planning.products import Products
 from autoprec.planning.roots import Roots, resolve_roots
 from autoprec.planning.standing import passing_bytes, standing
 from autoprec.planning.stores import Keeping, Stores
 from autoprec.planning.sums import sharing_gradients
 from autoprec.planning.values import PlanTensor, Problem, Unit, Use
+from autoprec.planning.workspaces import Workspaces
 from autoprec.plans import RECOMPUTED
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
@@ -108,7 +109,8 @@ class _Builder:
         living: Mapping[str, str],
     ) -> None:
         self.roots: Roots = resolve_roots(graph)
-        self.graph = graph = with_what_attention_keeps(graph, self.roots)
+        self.graph, as_written = with_what_attention_keeps(graph, self.roots), graph
+        self.workspaces, graph = Workspaces(self.graph, device, as_written), self.graph
         self.profile = profile
         self.device = device
         self.policy = policy
@@ -211,7 +213,7 @@ class _Builder:
         for i, op in enumerate(self.graph.ops):
             if decides(op, self.graph):
                 continue
-            now, then = self.device.workspace_by_key.get((op.timing_key, Role.OUTPUT, "fp32"), (0, 0))
+            now, then = self.workspaces.of(op, Role.OUTPUT, "fp32", 0)
             then += passing_bytes(op, self.graph)
             yield from ((m, size) for m, size in ((i, now), (self._backward(i), then)) if size)
 
@@ -247,11 +249,11 @@ class _Builder:
             seconds.append(self._seconds(op, role, f) if options.needed else 0.0)
             if again is not None and f != again:
                 seconds[-1] += self._seconds(op, role, again) / (1 + len(op.checkpoints))
-            now, then = self._workspace(options, f, sum(weights)) if options.needed else (0, 0)
+            now, then = self.workspaces.of(op, role, f, sum(weights)) if options.needed else (0, 0)
             made = passing_bytes(op, self.graph)
             workspace.append(now + (made if role is Role.GRAD_WEIGHT and options.needed else 0))
             backward_workspace.append(then + (made if len(op.roles) == 1 else 0))
-        kept = tuple(self._private_bytes(op, f) for f in options.formats) if role is Role.OUTPUT else ()
+        kept = tuple(self.workspaces.private(op, f) for f in options.formats) if role is Role.OUTPUT else ()
         return Unit(
             op=op.id,
             role=role,
@@ -266,46 +268,6 @@ class _Builder:
             rule=options.rule,
             needed=options.needed,
         )
-
-    def _workspace(self, options: Options, format_name: str, weights: int) -> tuple[int, int]:
-        """Bytes held while a role runs in a format, and in the backward pass of an op with one role: as measured, and
-        where the device was not asked, by what is known to be cast.
-
-        A narrow product holds the casts of its weights; where the device does not compute in the format, also the
-        operands upcast to FP32 (or rounded there, for TF32) and the product before it is rounded.
-        """
-        op, role = options.op, options.role
-        measured = self.device.workspace_by_key.get((op.timing_key, role, format_name))
-        if measured is not None and format_name == "fp32":  # torch's own product takes more: `Gemm.plain_extra`
-            mixed = mixed_workspace(op, role, self.graph, self.device)
-            return measured[0] if mixed is None else mixed, measured[1]
-        if measured is not None:
-            return measured
-        if not op.is_plain_product or format_name == "fp32":
-            return 0, 0
-        size = weights * bytes_of(format_name) if held_as(format_name) == format_name else 0
-        if is_scaled(format_name):
-            size += weights * bytes_of(result_format(format_name))
-        elif format_name not in self.device.native:
-            specs = [self.graph.tensor_by_id[t] for t in (*op.inputs, *op.outputs)]
-            activations = sum(t.numel for t in specs if t.is_float32 and t.kind is not TensorKind.PARAMETER)
-            size += 4 * (weights + activations)
-        return size, 0
-
-    def _private_bytes(self, op: Op, format_name: str) -> int:
-        """Bytes of its own that an op keeps in a format; as calibrated where the device was not asked.
-
-        Of an input that is not contiguous torch's products keep a copy, and ours, which are narrow, the cast.
-        """
-        found = self.device.private_bytes_by_key.get((op.timing_key, format_name))
-        if format_name == "fp32":
-            return op.private_saved_bytes * op.calls
-        copied = 0
-        if op.is_plain_product and op.weights and op.inputs[0] not in op.saves:
-            numel = self.graph.tensor_by_id[op.inputs[0]].numel
-            copied = numel if op.private_saved_bytes >= 4 * numel else 0
-        keeps = op.private_saved_bytes - 4 * copied if found is None else found
-        return (keeps + copied * bytes_of(format_name)) * op.calls
 
     # Tensors
 
@@ -432,7 +394,7 @@ class _Builder:
             if not (t.requires_grad and t.is_float32):
                 continue
             if t.gets_gradient:
-                readers[Use(moment=self.last, unit=None)] = None
+                readers[Use(moment=self.last, unit=None, shared_until=NEVER)] = None
             for reader in graph.readers.get(t.id, ()):
                 op, moment = graph.op_by_id[reader], self.moment[reader]
                 if not any(graph.tensor_by_id[o].requires_grad for o in op.outputs):

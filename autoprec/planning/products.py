@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from autoprec.devices import Device
-from autoprec.graphs import Op, OpGraph, Role
+from autoprec.graphs import Op, Role
 from autoprec.planning.activations import Activations
 from autoprec.planning.flow import Flow
-from autoprec.planning.standing import passing_bytes
+from autoprec.planning.standing import passing_bytes, readers_of_parameters
 from autoprec.planning.values import Gemm, PlanTensor, Remaking, Unit, WeightRow
+from autoprec.planning.workspaces import mixed_workspace, places_read
 from autoprec.plans import RECOMPUTED
 
-__all__ = ["Products", "mixed_workspace"]
+__all__ = ["Products"]
 
 
 class Products:
@@ -24,6 +24,7 @@ class Products:
         self._unit_of, self._numbers = flow.unit_of, flow.numbers
         self._units, self._products, self._device = units, products, device
         self._moment = {op.id: i for i, op in enumerate(flow.graph.ops)}
+        self._several = readers_of_parameters(flow.graph, flow.roots)
 
     def gemms(self, index: Mapping[str, int], tensors: Sequence[PlanTensor]) -> tuple[Gemm, ...]:
         """`index`: places of root tensors in the problem."""
@@ -60,6 +61,7 @@ class Products:
             gradient_noise=tuple(arriving.items()),
             seen_numel=places_read(op, self._graph),
             plain_extra=(self._plain_extra(op, Role.GRAD_INPUT), self._plain_extra(op, Role.GRAD_WEIGHT)),
+            summed=self._summed(op),
             weight_bytes=passing_bytes(op, self._graph),
             upstream=upstream,
         )
@@ -69,6 +71,15 @@ class Products:
         plain = self._device.workspace_by_key.get((op.timing_key, role, "fp32"), (0, 0))[0]
         mixed = mixed_workspace(op, role, self._graph, self._device)
         return 0 if mixed is None else plain - mixed
+
+    def _summed(self, op: Op) -> tuple[int, int] | None:
+        """`Gemm.summed`: a linear layer sends the transpose of what it made, and autograd adds nothing to that."""
+        weight = f"param:{op.weights[0]}" if op.weights and op.kind == "linear" else ""
+        if weight not in self._several or self._graph.compiled:
+            return None
+        *_, before, last = self._several[weight]
+        spec = self._graph.tensor_by_id[weight]
+        return (before, 4 * spec.numel) if spec.requires_grad and last == self._moment[op.id] else None
 
     def rows(self, limit: float, activations: Activations) -> tuple[WeightRow, ...]:
         """One for each weight whose gradient can be judged; `limit` is the policy's `noise.gradient`."""
@@ -86,25 +97,3 @@ class Products:
                       gemms=tuple(by_weight.get(w, ())), passing=tuple(passing.get(w, ())))
             for w in dict.fromkeys((*by_weight, *passing))
         )  # fmt: skip
-
-
-def places_read(op: Op, graph: OpGraph) -> int | None:
-    """Elements of its input that a convolution of one place reads, where its stride leaves others out."""
-    weight = graph.tensor_by_id.get(f"param:{op.weights[0]}") if op.weights else None
-    x, y = graph.tensor_by_id[op.inputs[0]], graph.tensor_by_id[op.outputs[0]]
-    if weight is None or not op.kind.startswith("conv") or len(weight.shape) < 3 or "transpose" in op.kind:
-        return None
-    if math.prod(weight.shape[2:]) > 1 or len(x.shape) != len(weight.shape):
-        return None
-    seen = math.prod((*x.shape[:2], *y.shape[2:]))
-    return seen if seen < x.numel else None
-
-
-def mixed_workspace(op: Op, role: Role, graph: OpGraph, device: Device) -> int | None:
-    """Workspace of a gradient role in FP32 in a product that is not all FP32; None if nobody has measured it. It was
-    measured of an FP32 input, of which a strided convolution copies what it reads: here that is cast, which counts by
-    itself."""
-    found = device.mixed_workspace_by_key.get((op.timing_key, role))
-    if found is None or role is not Role.GRAD_WEIGHT or (seen := places_read(op, graph)) is None:
-        return found
-    return max(0, found - 4 * seen)

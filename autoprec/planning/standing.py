@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 
-from autoprec.graphs import Op, OpGraph
+from autoprec.graphs import Op, OpGraph, TensorKind
 from autoprec.planning.roots import Roots
 from autoprec.planning.values import Standing
 
-__all__ = ["passing_bytes", "standing"]
+__all__ = ["passing_bytes", "readers_of_parameters", "standing"]
 
 
 def passing_bytes(op: Op, graph: OpGraph) -> int:
@@ -24,15 +24,15 @@ def _bytes(weights: Iterable[str], graph: OpGraph) -> int:
 
 
 def standing(graph: OpGraph, roots: Roots, end: int) -> Iterator[Standing]:
-    """The gradients that enter at the outputs, kept until the step is over, to replay it; and those of the weights of a
-    compiled graph, which it gives all at once. `end` is the last moment."""
+    """The gradients that enter at the outputs, kept until the step is over, to replay it; those of parameters that
+    several ops read; and those of the weights of a compiled graph, which it gives all at once. `end` is the last
+    moment."""
     moment = {op.id: i for i, op in enumerate(graph.ops)}
+    if not graph.compiled:
+        yield from _of_several(graph, roots, end)
     for t in graph.tensors:
-        producer = graph.producer.get(roots.root_of[t.id])
-        if t.gets_gradient and producer is not None:
-            first = end + 1 - moment[producer]  # before, it is there as the gradient of the tensor
-            if first <= end:
-                yield Standing(what="gradients of the outputs", first=first, last=end, bytes=4 * t.numel)
+        if t.gets_gradient:
+            yield Standing(what="gradients of the outputs", first=(end + 1) // 2, last=end, bytes=4 * t.numel)
     starts = sorted(moment[op] for op in graph.first_ops if op in moment)
     known: set[str] = set()
     for op in reversed(graph.ops if graph.compiled else ()):
@@ -43,3 +43,22 @@ def standing(graph: OpGraph, roots: Roots, end: int) -> Iterator[Standing]:
             begin = starts[k - 1] if (k := bisect_right(starts, first)) else 0
             what = f"gradients of the weights of {op.id}"
             yield Standing(what=what, first=end - first, last=end - begin, bytes=size)
+
+
+def readers_of_parameters(graph: OpGraph, roots: Roots) -> dict[str, list[int]]:
+    """Parameter that several ops read → their forward moments."""
+    readers: dict[str, list[int]] = {}
+    for i, op in enumerate(graph.ops):
+        if not roots.is_view(op):
+            for t in dict.fromkeys(roots.root_of[t] for t in op.inputs):
+                readers.setdefault(t, []).append(i)
+    specs = graph.tensor_by_id
+    return {t: found for t, found in readers.items() if len(found) > 1 and specs[t].kind is TensorKind.PARAMETER}
+
+
+def _of_several(graph: OpGraph, roots: Roots, end: int) -> Iterator[Standing]:
+    """What the readers of a parameter send is added up before it is added to the gradient that is there."""
+    for t, (first, *_, last) in readers_of_parameters(graph, roots).items():
+        spec = graph.tensor_by_id[t]
+        if spec.requires_grad:
+            yield Standing(what=f"gradient of {t}", first=end - last + 1, last=end - first, bytes=4 * spec.numel)

@@ -273,8 +273,10 @@ class Tabulated(Recorder):
             sizes = dict(zip(unit.options, unit.workspace, strict=True))
             workspace += self._vector((f, float(sizes.get(f, 0))) for f in unit.options)
         present = (storage is not None, gemm.has_grad_input, gemm.has_grad_weight, gemm.operands_numel > 0)
+        summed_at, summed = gemm.summed or (gemm.moment, 0)
         figures = [gemm.x_numel, gemm.out_numel, gemm.operands_numel, p.phase(p.backward(gemm.moment)), *workspace,
-                   *p.remade_for(gemm), gemm.weight_bytes, gemm.read_numel, *gemm.plain_extra]  # fmt: skip
+                   *p.remade_for(gemm), gemm.weight_bytes, gemm.read_numel, *gemm.plain_extra,
+                   p.phase(p.backward(summed_at)), summed]  # fmt: skip
         born = of(p.tensors[gemm.x].born)
         again = born if storage is not None and p.tensors[gemm.x].remaking is not None else -1
         self._record("gemm", [made, h, g, stored, again], present, figures)
@@ -303,7 +305,7 @@ class Tabulated(Recorder):
             of_input.append((self._copy[own], other, operands, other))
         if has_weight:
             to, read = self._result[g], np.where(there, kept, self._copy[own])
-            of_weight = [(made, to, out, to), (read, beside, figures[-3], beside)]
+            of_weight = [(made, to, out, to), (read, beside, figures[-5], beside)]
         seconds, held = np.zeros((len(scopes), entries.count)), []
         for size, casts in ((figures[4 : 4 + n][h].T, of_input), (figures[4 + n : 4 + 2 * n][g].T, of_weight)):
             for source, target, numel, size_of in casts:
@@ -315,14 +317,16 @@ class Tabulated(Recorder):
             alone = np.maximum(held[0] - x[:, None] * width[made], x[:, None] * width[back])
             held[0] = np.where(made != back, alone, held[0])
         plain = (own == 0) & (h == 0) & (g == 0) & ~there
-        there, made_of = (amount[:, None] * width[kept] * again for amount in figures[-6:-4])
+        there, made_of = (amount[:, None] * width[kept] * again for amount in figures[-8:-6])
         both = ~plain if has_input and has_weight else np.zeros(entries.count, np.bool_)
-        extra_input, extra_weight = figures[-2:]
-        early = figures[-4][:, None] * both + extra_input[:, None] * plain
+        extra_input, extra_weight = figures[-4:-2]
+        early = figures[-6][:, None] * both + extra_input[:, None] * plain
         late = x[:, None] * width[made] * both - extra_weight[:, None] * plain
         phases = (held[0] + early, held[1] + there - late, there + made_of - late)
         largest = np.maximum(np.maximum.reduce(phases), 0.0)
-        return self._group(scopes, entries, seconds, held=(Held(largest, phase, phase),))
+        then, summed = figures[-2].astype(np.int64), figures[-1][:, None] * plain
+        parts = (Held(largest, phase, phase), Held(summed, then, then))
+        return self._group(scopes, entries, seconds, held=parts)
 
     def _noises(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
         places, stored = pattern.reads

@@ -79,7 +79,8 @@ class Use:
     at which that happens, and None for what is kept since it was made.
 
     Of a reader's gradient: `shared_until` is the forward moment at whose backward pass it becomes the tensor's own; it
-    is another tensor's before (`sums`), unless it is cast. None: from the beginning. `instead`: (unit, moment) of the
+    is another tensor's before (`sums`), unless it is cast. None: from the beginning; `NEVER`: it is held whatever the
+    choice, as the gradients that enter at the outputs are (`Problem.standing`). `instead`: (unit, moment) of the
     other term of the sum: where that was born in another format than the sum's, it has a cast of its own, and this is
     the tensor's own from that moment on.
     """
@@ -220,6 +221,8 @@ class Gemm:
         variance: whose relative gradient variance arrives (index, see `GradientNode`).
         has_grad_input, has_grad_weight: which gradients are computed.
         weight_bytes: of the gradients of its weight and bias, in FP32, where they are gone after it (see `Standing`).
+        summed: (forward moment, bytes): where torch's own product sends the first gradient of a weight with several
+            readers, the next of them makes a new tensor of both. None where it adds in place.
         x_noise: by format, E‖δ∇W‖² per step of rounding x; `stored_noise` by storage, of keeping x in it.
         gradient_noise: by format, of rounding the gradient that arrives.
         upstream: E‖∇W‖²-like energy that relative variance of the arriving gradient multiplies.
@@ -245,6 +248,7 @@ class Gemm:
     weight_bytes: int = 0
     seen_numel: int | None = None
     plain_extra: tuple[int, int] = (0, 0)
+    summed: tuple[int, int] | None = None
 
     @property
     def read_numel(self) -> int:
@@ -347,12 +351,8 @@ class Problem(Phases):
         """(first phase, last phase, bytes) of what is held whatever the choice, without the fixed bytes."""
         for moment, first, size in self.private:
             yield self.phase(first), self.phase(self.backward(moment)), size
-        yield from ((*self.held_with_casts(s), s.bytes) for s in self.standing)
+        yield from ((*self.with_casts(s.first, s.last), s.bytes) for s in self.standing)
         yield from ((self.phase(moment), self.phase(moment), size) for moment, size in self.workspace)
-
-    def held_with_casts(self, held: Standing) -> tuple[int, int]:
-        """The phases between which it is held: also while the gradients of the op before are cast."""
-        return self.cast_phase(held.first - 1), self.cast_phase(held.last)
 
     def frozen_bytes(self, options: Sequence[int]) -> int:
         """Bytes of frozen parameters whose format is decided, under a choice of options."""

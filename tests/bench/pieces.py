@@ -16,7 +16,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from autoprec.numerics import elements, gemm, lean, norms, packing, pooling
+from autoprec.numerics import casts, elements, gemm, lean, norms, packing, pooling
 from tests.bench.measure import one_thread
 
 ROUNDS = 31
@@ -118,6 +118,19 @@ def layer_norms(count: int) -> None:
         print(f"{told:44} {m * 1e3:6.2f} ({a * 1e3:.2f}-{b * 1e3:.2f})  off by {off[0]:.1e}, {off[1]:.1e}", flush=True)
 
 
+def scaled_casts(numel: int) -> None:
+    """FP32 times a power of two in FP16, by pieces: the whole, or a quarter at a time."""
+    x = torch.randn(numel)
+    calls: dict[str, Callable[[], object]] = {
+        "torch's cast, not scaled": lambda: x.to(torch.float16),
+        "at once": lambda: (x * 2.0**7).to(torch.float16),
+        "by quarters": lambda: casts.scaled_cast(x, 7, torch.float16),
+    }
+    for name, call in calls.items():
+        a, m, b = next(iter(times(torch.no_grad()(call), lambda size: None).values()))
+        print(f"scaled cast of {numel:9,}, {name:26} {m * 1e6:6.0f} ({a * 1e6:.0f}-{b * 1e6:.0f})", flush=True)
+
+
 def main() -> None:
     torch.manual_seed(0)
     wide = torch.randn(1 << SIZES[-1])
@@ -151,6 +164,9 @@ def main() -> None:
         print("\ngradients of a BF16 layer norm's weight and bias")
         layer_norms(1 << 10)
         layer_norms(1 << 14)
+        print("\nFP32 to FP16 times 2^7; microseconds")
+        for size in (12, 14, 16, 18, 20):
+            scaled_casts(1 << size)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ def planned(make: Maker, graph: OpGraph) -> list[int]:
     for t in problem.tensors:
         step.gradients(t, "fp32")
     n = len(problem.ops)
+    step.hold("the gradient that enters", "", n, problem.backward(len(graph.ops) - 1), SIZE)  # it stays, but here
     phases = map(problem.phase, range(n, 2 * n))
     held = [sum(size for _, first, last, size in step.held if first <= k <= last) for k in phases]
     assert not any(size % SIZE for size in held)
