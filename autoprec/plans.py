@@ -154,8 +154,8 @@ class Region:
 class Totals:
     """Sums over one training step. `saved_bytes` is what autograd holds between forward and backward, without inputs,
     and of parameters only the frozen ones whose format is decided; `peak_bytes` is the largest sum over the moments of
-    the step; `loss_sigma` the standard deviation that rounding adds to the loss; `gradient_ratio` the largest
-    √(E‖δ∇W‖² / spread) over the weights."""
+    the step, of a compiled one as the compiler's code tells it once there is some; `loss_sigma` the standard deviation
+    that rounding adds to the loss; `gradient_ratio` the largest √(E‖δ∇W‖² / spread) over the weights."""
 
     seconds: float
     saved_bytes: int

@@ -179,7 +179,8 @@ _BUDGET_SLACK = 1.02
 def _contest(proposals: Proposals, tournament: Tournament) -> Plan:
     """Run the proposals. Where the solver's plan proves to break the budget, it is made again for as much less."""
     budget = proposals.question.budget_bytes
-    measured = _measured(proposals, tournament.run(runners(proposals)))
+    outcomes = tournament.run(runners(proposals))
+    measured = _measured(proposals, outcomes)
     for _ in range(_TIGHTENINGS):
         excess = _excess_bytes(proposals, measured, budget)
         if excess <= 0:
@@ -192,8 +193,9 @@ def _contest(proposals: Proposals, tournament: Tournament) -> Plan:
             proposals = propose(smaller, advise=False)
         except InfeasibleError:
             break
-        measured = _measured(proposals, tournament.run(runners(proposals)))
-    plan = adopt(proposals, measured, budget)
+        outcomes = tournament.run(runners(proposals))
+        measured = _measured(proposals, outcomes)
+    plan = adopt(proposals, measured, budget, _told(proposals, outcomes))
     found, predicted = measured[proposals.best.name], proposals.best.solution.evaluation
     if budget is not None and plan.adopted is not None and plan.adopted.verdict:
         if found.failure or found.peak_bytes > _BUDGET_SLACK * budget:
@@ -215,12 +217,24 @@ def _measured(proposals: Proposals, outcomes: Mapping[str, Outcome]) -> dict[str
     plain = outcomes.get("fp32")
     if plain is None or plain.failure:
         plain = None
-    problem, options = proposals.problem, {p.name: p.solution.choice.options for p in proposals.all}
-    lives = {name: problem.frozen_bytes(options[name]) for name in outcomes}
-    return {name: _measurement(proposals, o, plain, lives[name]) for name, o in outcomes.items()}
+    beside = _beside(proposals)
+    return {name: _measurement(proposals, o, plain, beside[name]) for name, o in outcomes.items()}
 
 
-def _measurement(proposals: Proposals, found: Outcome, plain: Outcome | None, lives: int) -> Measurement:
+def _told(proposals: Proposals, outcomes: Mapping[str, Outcome]) -> dict[str, int]:
+    """Peaks as the compiler's code tells them, in the units of the plan's totals."""
+    beside = _beside(proposals)
+    told = {name: o.predicted_bytes for name, o in outcomes.items()}
+    return {name: beside[name] + size for name, size in told.items() if size is not None}
+
+
+def _beside(proposals: Proposals) -> dict[str, int]:
+    """Bytes that a step under each proposal holds from its beginning to its end."""
+    problem = proposals.problem
+    return {p.name: problem.fixed_bytes + problem.frozen_bytes(p.solution.choice.options) for p in proposals.all}
+
+
+def _measurement(proposals: Proposals, found: Outcome, plain: Outcome | None, beside: int) -> Measurement:
     if found.failure:
         return Measurement(failure=found.failure)
     change = ratio = None
@@ -237,7 +251,7 @@ def _measurement(proposals: Proposals, found: Outcome, plain: Outcome | None, li
     return Measurement(
         seconds=found.seconds,
         ratio=found.ratio,
-        peak_bytes=proposals.problem.fixed_bytes + lives + found.peak_bytes,
+        peak_bytes=beside + found.peak_bytes,
         loss_change=change,
         gradient_ratio=ratio,
     )

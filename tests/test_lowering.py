@@ -19,8 +19,10 @@ from autoprec.errors import InputError
 from autoprec.execution import inductor
 from autoprec.graphs import Role
 from autoprec.numerics.compilers import made_in_backward, saved_for_backward
+from autoprec.planning.problem import fixed_bytes
 from autoprec.plans import Assignment, Plan, Storage
 from autoprec.policies import Rule
+from autoprec.reporting.memory import memory_data
 from autoprec.serial import load_policy
 
 BF16_EPS = 2.0**-8
@@ -324,6 +326,50 @@ def test_calibrated_planned_and_raced_as_it_will_run() -> None:
     assert raced == len([c for c in session.plan.contestants if c.measured is not None])
     loss_fn(model, batches[0]).backward()
     assert len(session.lowering.compiled) == raced  # the winner was compiled for the race
+
+
+class Blocks(nn.Module):
+    """Two blocks, in one graph or in two."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.broken = Block(64), Block(64), broken
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.broken:
+            torch._dynamo.graph_break()
+        return self.second(x)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_peak_of_a_compiled_step_is_that_of_its_code(broken: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, batches = Blocks(broken), [torch.randn(1024, 64) for _ in range(3)]
+    policy = load_policy("memory").replaced(calibration={"steps": 2})
+    autoprec.compile(
+        model,
+        policy=policy,
+        batches=batches,
+        loss_fn=lambda m, x: m(x).square().mean(),
+        events=None,
+        backend="inductor",
+    )
+    session = autoprec.session(model)
+    plan = session.plan
+    assert plan is not None and plan.predicted is not None and session.graph is not None
+    assert len(session.lowering.compiled) % (2 if broken else 1) == 0
+    always = fixed_bytes(session.graph)
+    ran = [c for c in plan.contestants if c.measured is not None]
+    assert len(ran) > 1
+    for c in ran:
+        ratio = (c.predicted.peak_bytes - always) / (c.measured.peak_bytes - always)
+        assert abs(ratio - 1.0) <= 0.01, (c.name, ratio)
+    assert plan.adopted is not None and plan.predicted == plan.adopted.predicted
+    told = memory_data(plan)
+    assert told["predicted_compiled"]["plan"] == plan.predicted.peak_bytes != told["predicted"]["plan"]
+    assert told["predicted_compiled"]["fp32"] == next(c.predicted.peak_bytes for c in ran if c.name == "fp32")
 
 
 def test_a_contestant_that_does_not_compile_is_not_adopted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
@@ -69,9 +69,10 @@ class Compiled:
 
 class Runner(Protocol):
     """What a graph runs as. `executed`: op id → format of its result, as seen when it first ran; empty for the graph
-    as it was captured."""
+    as it was captured. `compiled`: what was made of it, each once."""
 
     executed: Mapping[str, str]
+    compiled: Sequence[Compiled]
 
     def __call__(self, *arguments: Any) -> Any:
         """Run it on the graph's inputs."""
@@ -116,6 +117,7 @@ class _Eager:
         if rewritten is not None and plan is not None:
             self._unchecked = partial(CheckingInterpreter, rewritten, binding, plan)
         self.executed: Mapping[str, str] = {}
+        self.compiled: Sequence[Compiled] = ()
 
     def __call__(self, *arguments: Any) -> Any:
         if self._unchecked is None:

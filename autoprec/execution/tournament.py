@@ -46,6 +46,8 @@ class Outcome:
         seconds: median of the replayed forward and backward passes.
         ratio: median over rounds to the first contestant's seconds of the same round.
         peak_bytes: above what was held before.
+        predicted_bytes: the same as the compiler's code tells it, before it runs; None in eager mode, and where it does
+            not tell.
         output: Σ output · its gradient, over the outputs of the step.
         gradients: FQN → a sample of the weight's gradient, in FP32.
         failure: why it cannot run, or "".
@@ -54,6 +56,7 @@ class Outcome:
     seconds: float = 0.0
     ratio: float = 1.0
     peak_bytes: int = 0
+    predicted_bytes: int | None = None
     output: float = 0.0
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     failure: str = ""
@@ -101,6 +104,7 @@ class Tournament:
                 seconds=statistics.median(taken),
                 ratio=statistics.median(a / b for a, b in zip(taken, first, strict=True)),
                 peak_bytes=self._peak(modules[name]),
+                predicted_bytes=self._predicted(modules[name]),
                 output=found.output,
                 gradients=found.gradients,
             )
@@ -148,6 +152,21 @@ class Tournament:
         step = _Replay(self._calls, lowered, self._buffers)
         return peak_bytes(lambda: step.run(self._turn), self._device)
 
+    def _predicted(self, lowered: _Contestant) -> int | None:
+        """Each pass beside what the graphs that are between their passes hold."""
+        held = most = 0
+        turned = False
+        for i, forward in _order(self._calls):
+            made = lowered.lowered[i].compiled
+            if len(made) != 1 or made[0].peak_bytes is None or made[0].held_bytes is None:
+                return None
+            if not forward:
+                most = max(most, 0 if turned else held + self._loss_bytes)
+                held, turned = held - made[0].held_bytes, True
+            most = max(most, held + made[0].peak_bytes)
+            held += made[0].held_bytes if forward else 0
+        return most
+
     def _turn(self) -> None:
         """The bytes of the loss, for a moment."""
         torch.empty(self._loss_bytes, dtype=torch.uint8, device=self._device)
@@ -168,6 +187,13 @@ def _last_batch(calls: Sequence[CallRecord]) -> list[CallRecord]:
             batch = []
         batch.append(call)
     return batch
+
+
+def _order(calls: Sequence[CallRecord]) -> list[tuple[int, bool]]:
+    """(call, whether it runs forward), as they ran."""
+    order = [(call.started, i, True) for i, call in enumerate(calls)]
+    order += [(call.returned, i, False) for i, call in enumerate(calls)]
+    return [(i, forward) for _, i, forward in sorted(order)]
 
 
 @dataclass(frozen=True)
@@ -216,10 +242,8 @@ class _Replay:
 
     def run(self, turn: Callable[[], object] = lambda: None) -> None:
         """Forward and backward; `turn` is called before the first backward pass."""
-        order = [(call.started, i, True) for i, call in enumerate(self._calls)]
-        order += [(call.returned, i, False) for i, call in enumerate(self._calls)]
         turned = False
-        for _, i, forward in sorted(order):
+        for i, forward in _order(self._calls):
             if forward:
                 self._forward(i)
                 continue

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from autoprec.planning.proposals import LOW_FRAC, SOLVER, Proposal, Proposals, totals_of
 from autoprec.planning.reasons import bytes_text, seconds_text
-from autoprec.plans import Contestant, Measurement, Plan
+from autoprec.plans import Contestant, Measurement, Plan, Totals
 
 __all__ = ["adopt", "runners"]
 
@@ -22,14 +23,25 @@ def runners(proposals: Proposals) -> dict[str, Plan]:
     return {p.name: proposals.decisions(p.solution) for p in sorted(kept, key=_simplest)}
 
 
-def adopt(proposals: Proposals, measured: Mapping[str, Measurement], budget_bytes: int | None) -> Plan:
+def adopt(
+    proposals: Proposals,
+    measured: Mapping[str, Measurement],
+    budget_bytes: int | None,
+    told: Mapping[str, int] = MappingProxyType({}),
+) -> Plan:
     """The fastest that keeps the budget; of equally fast ones FP32, then the one with the lowest measured peak. With
     the objective "peak" and no budget, the fastest whose measured peak is the lowest, as nearly as peaks are predicted.
     With the objective "bytes", the solver's plan, and another one only where that cannot run or breaks the budget.
 
     The plan carries every contestant. Where none is fit, the solver's plan stands by its predictions, and its verdict
     says what it breaks. `budget_bytes` is the one that counts; the proposals may have been made for a smaller one.
+    `told`: by name, peaks that are known better than the problem has them, of steps that are compiled.
     """
+
+    def predicted(p: Proposal) -> Totals:
+        found = totals_of(p.solution.evaluation)
+        return replace(found, peak_bytes=told.get(p.name, found.peak_bytes))
+
     limit, what = budget_bytes, "the budget"
     if proposals.question.at_lowest_peak:
         what, limit = "the lowest", _low_peak(proposals, [m for m in measured.values() if not m.failure])
@@ -54,7 +66,7 @@ def adopt(proposals: Proposals, measured: Mapping[str, Measurement], budget_byte
         Contestant(
             name=p.name,
             formats=proposals.decisions(p.solution).formats_used(),
-            predicted=totals_of(p.solution.evaluation),
+            predicted=predicted(p),
             adopted=p is winner,
             verdict=verdict(p),
             measured=measured.get(p.name),
@@ -62,7 +74,10 @@ def adopt(proposals: Proposals, measured: Mapping[str, Measurement], budget_byte
         for p in proposals.all
     )
     plan = proposals.plan(winner.solution, why=_why(proposals, winner, measured), contestants=contestants)
-    return replace(plan, budget_bytes=budget_bytes)
+    fp32 = plan.predicted_fp32
+    if fp32 is not None and "fp32" in told:
+        fp32 = replace(fp32, peak_bytes=told["fp32"])
+    return replace(plan, budget_bytes=budget_bytes, predicted=predicted(winner), predicted_fp32=fp32)
 
 
 def _simplest(p: Proposal) -> tuple[bool, bool]:

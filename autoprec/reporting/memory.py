@@ -23,6 +23,8 @@ def memory_tables(plan: Plan) -> tuple[Table, Table]:
         by_kind.add_row(kind, *_texts(_sum(h for h in plan.memory if h.kind == kind)))
     by_kind.add_section()
     by_kind.add_row("peak, predicted", *_texts(_sum(plan.memory)))
+    if any(told := _told(plan)):
+        by_kind.add_row("peak of the compiled code, predicted", *_texts(told))
     if any(measured := _measured(plan)):
         by_kind.add_row("peak, measured", *_texts(measured))
     by_layer = _table("And by layer", "layer", "kind")
@@ -38,6 +40,7 @@ def memory_data(plan: Plan) -> dict[str, Any]:
     names = ("fp32", "bf16", "plan")
     return {
         "predicted": dict(zip(names, _sum(plan.memory), strict=True)),
+        "predicted_compiled": dict(zip(names, _told(plan), strict=True)),
         "measured": dict(zip(names, _measured(plan), strict=True)),
         "holdings": [encode(h) for h in plan.memory],
     }
@@ -67,6 +70,14 @@ def _measured(plan: Plan) -> tuple[int | None, int | None, int | None]:
     """Peaks of the contestants on a replayed step."""
     ran = {c.name: c.measured.peak_bytes for c in plan.contestants if c.measured and not c.measured.failure}
     return ran.get("fp32"), ran.get("bf16"), None if plan.adopted is None else ran.get(plan.adopted.name)
+
+
+def _told(plan: Plan) -> tuple[int | None, int | None, int | None]:
+    """Peaks of a compiled step as its code tells them, where that is not what the bytes above add up to."""
+    if plan.predicted is None or plan.predicted.peak_bytes == _sum(plan.memory)[2]:
+        return None, None, None
+    by_name = {c.name: c.predicted.peak_bytes for c in plan.contestants if c.measured and not c.measured.failure}
+    return by_name.get("fp32"), by_name.get("bf16"), plan.predicted.peak_bytes
 
 
 def _texts(sizes: Iterable[int | None]) -> list[str]:
