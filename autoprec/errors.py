@@ -5,7 +5,8 @@
     │   ├── PolicyError            a policy file or object
     │   ├── PlanError              a plan file, or a plan made for something else
     │   ├── ProfileError           a profile file
-    │   └── DeviceError            a device file
+    │   ├── DeviceError            a device file
+    │   └── StateError             the saved state of a run, or one of another run
     ├── InfeasibleError            no plan keeps the budgets                         exit code 1
     ├── SolverError                a solver ended without a proven answer            exit code 1
     ├── NotCapturedError           parameters were trained outside the captured graph
@@ -31,6 +32,7 @@ __all__ = [
     "PolicyError",
     "ProfileError",
     "SolverError",
+    "StateError",
     "UnsupportedError",
     "nearest",
 ]
@@ -66,6 +68,10 @@ class ProfileError(InputError):
 
 class DeviceError(InputError):
     """A device file is not valid."""
+
+
+class StateError(InputError):
+    """The state of a run is not valid, or belongs to another run."""
 
 
 class InfeasibleError(AutoprecError):

@@ -24,10 +24,10 @@ class EventLog:
         self._path = path
 
     def add(self, step: int, kind: str, **fields: str) -> None:
-        """Append an event. A promotion is written once its new format is known (`settle`)."""
+        """Append an event. A promotion or demotion is written once the new plan is known (`settle`)."""
         event = Event(step=step, kind=kind, **fields)
         self.events.append(event)
-        if kind != "promoted":
+        if kind not in _OF_PLANS:
             self._write(event)
 
     def add_once(self, step: int, kind: str, **fields: str) -> None:
@@ -35,15 +35,45 @@ class EventLog:
         if all(replace(e, step=step) != Event(step=step, kind=kind, **fields) for e in self.events):
             self.add(step, kind, **fields)
 
-    def settle(self, plan: Plan) -> None:
-        """The promotions since the last plan get the formats that came out."""
-        for i, event in enumerate(self.events):
-            if event.kind == "promoted" and not event.now:
-                now = plan.format_of.get((event.op, Role.OUTPUT), "fp32")
-                self.events[i] = replace(event, now=now)
-                self._write(self.events[i])
+    def settle(self, before: Plan, plan: Plan) -> None:
+        """The promotions and demotions since the last plan get the formats that came out, and name who else changed: a
+        format that came back without being used is "released"."""
+        open_ = [i for i, e in enumerate(self.events) if e.kind in _OF_PLANS and not (e.was and e.now)]
+        paid = _moved(before, plan, {self.events[i].op for i in open_})
+        for i in open_:
+            event = self.events[i]
+            old, new = (p.format_of.get((event.op, Role.OUTPUT), "fp32") for p in (before, plan))
+            evidence = f"{event.evidence}; {paid}" if paid else event.evidence
+            if event.kind == "promoted":
+                self.events[i] = replace(event, now=new, evidence=evidence)
+            elif new == event.now != old:
+                self.events[i] = replace(event, was=old, evidence=evidence)
+            else:
+                evidence = f"it may have {event.now} again, and the plan has {new}: {evidence}"
+                self.events[i] = replace(event, kind="released", was=old, now=new, evidence=evidence)
+            self._write(self.events[i])
 
     def _write(self, event: Event) -> None:
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(event_to_json_line(event) + "\n")
+
+
+_OF_PLANS = ("promoted", "demoted")
+
+#: Ops that an event names beside its own.
+_MOST_NAMED = 3
+
+
+def _moved(before: Plan, after: Plan, known: set[str]) -> str:
+    """Who else has another format, for people; "" if nobody."""
+    changes = dict[str, str]()
+    for (op, role), new in after.format_of.items():
+        old = before.format_of.get((op, role), "fp32")
+        if old != new and op not in known:
+            changes.setdefault(op, f"{op} {old} → {new}")
+    if not changes:
+        return ""
+    named = [*changes.values()][:_MOST_NAMED]
+    rest = len(changes) - len(named)
+    return f"{', '.join(named)}{f' and {rest} more' if rest else ''} changed with it"

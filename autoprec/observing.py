@@ -46,6 +46,7 @@ class Observations:
         self.foreseen = False
         self._expected: StructureRecorder | None = None
         self.window: Profile | None = None
+        self._learned: list[tuple[int, Profile]] = []
         self._observer: StepObserver | None = None
         self._structure: StructureRecorder | None = None
 
@@ -138,16 +139,27 @@ class Observations:
         window, self.window = self.window, None
         return window
 
-    def learn(self, seen: Profile) -> None:
-        """Value ranges enter the profile, counting as no step. Gradients of a planned graph carry region scales, so
-        they stay out."""
+    @property
+    def known(self) -> Profile | None:
+        """Calibration's profile, with the ranges that were learned since."""
+        profile = self.profile
+        for _, seen in self._learned:
+            assert profile is not None
+            profile = profile.merge(replace(seen, graph_fingerprint=profile.graph_fingerprint))
+        return profile
+
+    def learn(self, seen: Profile, number: int) -> None:
+        """Value ranges of a window with this number count when planning, as no step. Gradients of a planned graph carry
+        region scales, so they stay out."""
         if self.profile is not None:
             tensors = tuple(TensorProfile(id=t.id, values=t.values) for t in seen.tensors)
-            self.profile = self.profile.merge(
-                Profile(graph_fingerprint=seen.graph_fingerprint, steps=0, tensors=tensors)
-            )
+            self._learned.append((number, Profile(graph_fingerprint="", steps=0, tensors=tensors)))
 
-    def learn_from_replay(self, calls: Iterable[CallRecord], buffers: Mapping[int, Tensor]) -> None:
+    def forget(self, before: int) -> None:
+        """What was learned in windows before this one counts no more."""
+        self._learned = [(number, seen) for number, seen in self._learned if number >= before]
+
+    def learn_from_replay(self, calls: Iterable[CallRecord], buffers: Mapping[int, Tensor], number: int) -> None:
         """The FP32 ranges of recorded calls enter the profile, so that no reader of a value that left a format casts
         to it either."""
         if self.graph is None:
@@ -159,7 +171,7 @@ class Observations:
                 ObservingInterpreter(template.module, template.flat.origin, record.binding, observer).run(
                     *shadow_arguments(record, buffers)
                 )
-            self.learn(observer.harvest(self.graph.fingerprint))
+            self.learn(observer.harvest(self.graph.fingerprint), number)
 
 
 def describe_graph(

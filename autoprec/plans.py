@@ -349,7 +349,8 @@ class Event:
 
     Attributes:
         step: optimizer steps completed before it.
-        kind: "calibrated", "planned", "promoted", "bad_step", "warning", "frozen", "unwrapped".
+        kind: "calibrated", "planned", "promoted", "demoted", "released" (a format may be used again, and is not),
+            "bad_step", "warning", "frozen", "unwrapped".
         op: the op concerned, or "".
         was, now: formats before and after, or "".
         trigger: "overflow", "saturation", "nonfinite", ...

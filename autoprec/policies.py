@@ -215,7 +215,7 @@ class Calibration(_Part):
 
 
 class Monitor(_Part):
-    """How often a step is observed while training, and the largest fraction that may saturate."""
+    """How often a step is observed while training, what a format must not do to an op, and when it may come back."""
 
     window_steps: int = Field(default=500, ge=1, description="Steps that one judgement is about.")
     interval_steps: int = Field(default=50, ge=1, description="Every so many steps one is observed.")
@@ -224,6 +224,18 @@ class Monitor(_Part):
         gt=0.0,
         lt=1.0,
         description="The largest fraction of a tensor that may crowd the format's largest value.",
+    )
+    underflow_frac: float = Field(
+        default=0.05,
+        gt=0.0,
+        lt=1.0,
+        description="The largest fraction that may round to zero, unless twice as much as in calibration is more.",
+    )
+    sqnr_drop_db: float = Field(
+        default=6.0, gt=0.0, description="Decibels of signal to rounding noise that may be lost since calibration."
+    )
+    cooldown_windows: int = Field(
+        default=2, ge=1, description="Windows between changes of an op, and to be well for, before a format comes back."
     )
 
     @model_validator(mode="after")

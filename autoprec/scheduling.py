@@ -18,7 +18,6 @@ from autoprec.execution.slots import Slot
 from autoprec.execution.tournament import Outcome, Tournament
 from autoprec.formats import is_operands_only
 from autoprec.graphs import OpGraph
-from autoprec.monitoring.judging import Verdict, judge
 from autoprec.numerics.dtypes import native_formats
 from autoprec.observing import Observations
 from autoprec.planning.contest import adopt, runners
@@ -42,12 +41,20 @@ class Scheduler:
     Attributes:
         policy: what was asked for.
         device: measured timings; None until they were needed.
-        banned: (op id, format) pairs that proved unstable.
     """
 
-    def __init__(self, policy: Policy, device: Device | None, device_type: str, observed: Observations) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        device: Device | None,
+        device_type: str,
+        observed: Observations,
+        *,
+        given: Plan | None = None,
+    ) -> None:
+        """`given`: a plan that came without the profile that it was made from: what comes back is as it says."""
         self.policy, self.device = policy, device
-        self.banned: set[tuple[str, str]] = set()
+        self._given = given
         self._device_type, self._observed = device_type, observed
         #: The least that a GPU was seen to hold beside the model and its optimizer: what is not the step's.
         self._others_bytes = 1 << 62
@@ -55,9 +62,10 @@ class Scheduler:
     def _seen(self) -> tuple[dict[str, TimingCase], OpGraph, Profile]:
         """What calibration recorded; `InputError` if that is nothing."""
         seen = self._observed
-        if seen.graph is None or seen.profile is None:
+        profile = seen.known
+        if seen.graph is None or profile is None:
             raise InputError("nothing was observed yet: run at least one training step, or pass batches= and loss_fn=")
-        return seen.cases, seen.graph, seen.profile
+        return seen.cases, seen.graph, profile
 
     def measure_device(self) -> Device:
         """Time every distinct op of the model in the policy's formats, once; what is known is not timed again.
@@ -140,32 +148,28 @@ class Scheduler:
             return by_prediction(proposals)
         return _contest(proposals, tournament)
 
-    def _question(self, budget_bytes: int | None, living: Mapping[str, str] | None = None) -> Question:
+    def _question(
+        self,
+        budget_bytes: int | None,
+        living: Mapping[str, str] | None = None,
+        banned: frozenset[tuple[str, str]] = frozenset(),
+    ) -> Question:
         _, graph, profile = self._seen()
         assert self.device is not None
-        banned = frozenset(self.banned)
         return ask(graph, profile, self.device, self.policy, budget_bytes=budget_bytes, banned=banned, living=living)
 
-    def unstable(self, plan: Plan, window: Profile) -> tuple[Verdict, ...]:
-        """What must leave its format, by the ranges of a window. They are remembered for planning again."""
-        if self._observed.graph is None:
-            return ()
-        verdicts = judge(plan, self._observed.graph, window, self.policy.monitor)
-        if verdicts:
-            self._observed.learn(window)
-        return verdicts
-
-    def plan_again(self, before: Plan) -> tuple[Plan, str]:
-        """The plan without what was banned, and "" or why it does not keep the budgets: the promoted ops then run in
-        FP32 and all else stays."""
+    def plan_again(self, before: Plan, banned: frozenset[tuple[str, str]]) -> tuple[Plan, str]:
+        """The plan without the (op id, format) pairs that may not be, and "" or why it does not keep the budgets: the
+        promoted ops then run in FP32 and all else stays."""
         try:
             if self._observed.profile is None or self.device is None:
                 raise InfeasibleError("the plan came from a file, without the profile that it was made from")
-            question = self._question(before.budget_bytes, before.living)
+            question = self._question(before.budget_bytes, before.living, banned)
             fastest = None if before.adopted is None else before.adopted.name
             plan = by_prediction(propose(question, advise=False), prefer=fastest)
         except InfeasibleError as error:
-            return _without(before, self.banned), f"the promoted ops run in fp32 outside the budgets: {error}"
+            told = f"the promoted ops run in fp32 outside the budgets: {error}"
+            return _without(self._given or before, banned), told
         return plan, ""
 
 
@@ -187,9 +191,9 @@ def _contest(proposals: Proposals, tournament: Tournament) -> Plan:
             break
         assert proposals.problem.budget_bytes is not None
         # Below what was predicted of it, or it would be proposed again.
-        predicted = min(proposals.problem.budget_bytes, proposals.best.solution.evaluation.peak_bytes)
+        told = min(proposals.problem.budget_bytes, proposals.best.solution.evaluation.peak_bytes)
         try:
-            smaller = proposals.question.under(predicted - excess)
+            smaller = proposals.question.under(told - excess)
             proposals = propose(smaller, advise=False)
         except InfeasibleError:
             break
@@ -272,7 +276,7 @@ def cuda_devices(device_type: str) -> list[int]:
     return [torch.cuda.current_device()] if device_type == "cuda" else []
 
 
-def _without(plan: Plan, banned: set[tuple[str, str]]) -> Plan:
+def _without(plan: Plan, banned: frozenset[tuple[str, str]]) -> Plan:
     """The plan with banned (op, format) pairs in FP32, outside every region."""
 
     def fix(a: Assignment) -> Assignment:

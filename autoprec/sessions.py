@@ -36,6 +36,7 @@ from autoprec.policies import Policy
 from autoprec.profiles import Profile
 from autoprec.provisional import Provisional
 from autoprec.scheduling import Scheduler, cuda_devices
+from autoprec.stability import Stability
 from autoprec.tracing.bindings import Binding, SiteRegister, bind
 from autoprec.tracing.templates import Template
 
@@ -100,7 +101,8 @@ class Session:
         self._observed = Observations(
             lambda s: describe_graph(s, self.model, self._parameters, self._slots.values(), self.lowering, self._calls)
         )
-        self._scheduler = Scheduler(self.policy, device, self._device_type, self._observed)
+        self._scheduler = Scheduler(self.policy, device, self._device_type, self._observed, given=plan)
+        self._stability = Stability(self.policy.monitor, self._observed)
         self._provisional = Provisional(self._scheduler, self._device_type)
         self._window_steps = self._bad_in_row = 0
         self._up_front = self._entered = self._sites_settled = False
@@ -232,7 +234,7 @@ class Session:
         self._ran.clear()
         self._incident = ""
         interval = self.policy.monitor.interval_steps
-        monitored = self.plan is not None and not self.plan.is_identity and self.steps % interval == interval - 1
+        monitored = self._stability.watches(self.plan) and self.steps % interval == interval - 1
         if self.calibrating:
             self._provisional.begin_step()
         if self.calibrating or monitored:
@@ -269,15 +271,15 @@ class Session:
             self._incident = "another model that the same optimizer steps had non-finite gradients"
             self._event("bad_step", trigger="nonfinite", evidence=self._incident)
             return
-        incident = investigate(
-            list(self._calls), list(self._slots.values()), self._guard.buffers.values(), sorted(self._guard.watch.bad)
-        )
+        calls, buffers = list(self._calls), self._guard.buffers.values()
+        incident = investigate(calls, list(self._slots.values()), buffers, sorted(self._guard.watch.bad))
         self._incident = incident.evidence
         trigger = "overflow" if incident.cause else "nonfinite"
         self._event("bad_step", op=incident.op, was=incident.cause, trigger=trigger, evidence=incident.evidence)
         if incident.cause and self.plan is not None:
-            self._promote(incident.op, incident.cause, "overflow", f"{incident.evidence}; finite in fp32")
-            self._observed.learn_from_replay(self._calls, self._guard.buffers.values())
+            self._stability.overflowed(incident.op, incident.cause, calls, buffers)
+            told = {"op": incident.op, "was": incident.cause, "evidence": f"{incident.evidence}; finite in fp32"}
+            self._event("promoted", trigger="overflow", **told)
             self._replan()
         if self.policy.guard.nonfinite == "raise":
             raise NonFiniteError(f"step {self.steps}: {self._incident}; parameters are unchanged")
@@ -358,32 +360,30 @@ class Session:
 
     def _adopt(self, plan: Plan) -> None:
         self._frozen.adopt(plan)
-        self.plan = plan
+        self.plan, self._window_steps = plan, self.steps
+        self._observed.take_window()  # a window is of one plan: gradients carry the scales of its regions
         for slot in self._slots.values():
             slot.adopt(plan, self._device_type)
 
     def _judge_window(self) -> None:
-        window, self._window_steps = self._observed.take_window(), self.steps
-        if window is None or self.plan is None:
+        self._window_steps = self.steps
+        if (turn := self._stability.window_over(self.plan)) is None or not (turn.banned or turn.lifted):
             return
-        verdicts = self._scheduler.unstable(self.plan, window)
-        for v in verdicts:
-            self._promote(v.op, v.format, v.trigger, v.evidence)
-        if verdicts:
-            self._replan()
-
-    def _promote(self, op: str, fmt: str, trigger: str, evidence: str) -> None:
-        self._scheduler.banned.add((op, fmt))
-        self._event("promoted", op=op, was=fmt, now="", trigger=trigger, evidence=evidence)
+        for v in turn.banned:
+            self._event("promoted", op=v.op, was=v.format, trigger=v.trigger, evidence=v.evidence)
+        for b in turn.lifted:
+            evidence = f"well in {b.format} for {b.well} windows, after {b.trigger}"
+            self._event("demoted", op=b.op, now=b.format, trigger="quiet", evidence=evidence)
+        self._replan()
 
     def _replan(self) -> None:
-        """Solve again without what was banned."""
-        assert self.plan is not None
-        plan, shortfall = self._scheduler.plan_again(self.plan)
+        """Solve again without what is banned now."""
+        assert (before := self.plan) is not None
+        plan, shortfall = self._scheduler.plan_again(before, self._stability.floors.banned)
         if shortfall:
             self._event("warning", trigger="budget", evidence=shortfall)
         self._adopt(plan)
-        self._log.settle(plan)
+        self._log.settle(before, plan)
 
     def _event(self, kind: str, **fields: str) -> None:
         self._log.add(self.steps, kind, **fields)

@@ -38,6 +38,7 @@ FLOORS = {
     "observing": 5,
     "refusals": 5,
     "scheduling": 5,
+    "stability": 5,
     "provisional": 5,
     "sessions": 5,
     "api": 5,

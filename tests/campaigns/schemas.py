@@ -87,6 +87,9 @@ POLICY = mapping(
         window_steps={"type": "integer", "minimum": 1},
         interval_steps={"type": "integer", "minimum": 1},
         saturation_frac={"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+        underflow_frac={"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+        sqnr_drop_db={"type": "number", "exclusiveMinimum": 0},
+        cooldown_windows={"type": "integer", "minimum": 1},
     ),
     guard=mapping({}, nonfinite=one_of(["skip", "raise"]), patience_steps={"type": "integer", "minimum": 1}),
     loss_scaling=mapping(

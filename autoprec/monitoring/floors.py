@@ -1,0 +1,112 @@
+"""Which formats ops must not have for now, and when they may have them again.
+
+A format that proved unstable is banned from an op. It comes back when the op has been well in it for so many windows in
+a row as a cool-down has; for twice as many the next time, so that a disturbance that comes again and again soon finds
+nobody to disturb. What has not left the format yet waits until the last change of the op is a cool-down ago.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from autoprec.checks import check_amount, check_text, check_unique
+from autoprec.errors import StateError
+from autoprec.monitoring.judging import Verdict
+
+__all__ = ["Ban", "Floors", "Turn"]
+
+#: Doublings of the windows that an op must be well for, at most.
+_MOST_DOUBLINGS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ban:
+    """What happened to an op and a format.
+
+    Attributes:
+        trigger: of the verdict that banned it last.
+        changed: number of the window in which it was banned or came back last.
+        times: how often it was banned.
+        well: windows in a row in which the op would have been well in it, up to when it came back.
+        lifted: whether it may be used again; it is remembered for the next time.
+    """
+
+    op: str
+    format: str
+    trigger: str
+    changed: int
+    times: int = 1
+    well: int = 0
+    lifted: bool = False
+
+    def __post_init__(self) -> None:
+        check_text(self.op, "op", StateError, "op")
+        check_text(self.format, "format", StateError, "format")
+        for name in ("changed", "times", "well"):
+            check_amount(getattr(self, name), name, StateError, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What a window changes: formats that are banned, with the verdicts, and bans that are lifted."""
+
+    floors: Floors
+    banned: tuple[Verdict, ...] = ()
+    lifted: tuple[Ban, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floors:
+    """Frozen. `windows`: how many were judged."""
+
+    windows: int = 0
+    bans: tuple[Ban, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_amount(self.windows, "windows", StateError, "windows")
+        check_unique([f"{b.op} {b.format}" for b in self.bans], "the ban", StateError, "bans")
+
+    @property
+    def banned(self) -> frozenset[tuple[str, str]]:
+        """(op, format) pairs that no plan may have."""
+        return frozenset((b.op, b.format) for b in self.bans if not b.lifted)
+
+    def with_ban(self, op: str, format_name: str, trigger: str) -> Floors:
+        """With a format banned from now on, whatever was before."""
+        known = {(b.op, b.format): b for b in self.bans}
+        before = known.get((op, format_name))
+        if before is None:
+            ban = Ban(op=op, format=format_name, trigger=trigger, changed=self.windows)
+        else:
+            times = before.times + (1 if before.lifted else 0)
+            ban = replace(before, trigger=trigger, changed=self.windows, times=times, well=0, lifted=False)
+        return replace(self, bans=tuple((known | {(op, format_name): ban}).values()))
+
+    def after(self, verdicts: Iterable[Verdict], is_well: Callable[[str, str], bool], cooldown_windows: int) -> Turn:
+        """One more window. `is_well(op, format)`: whether an op would have been well in a banned format."""
+        now = replace(self, windows=self.windows + 1)
+        changed = dict[str, int]()
+        for ban in self.bans:
+            changed[ban.op] = max(changed.get(ban.op, 0), ban.changed)
+        banned = []
+        for v in verdicts:
+            rests = v.op in changed and now.windows - changed[v.op] < cooldown_windows
+            if v.urgent or not rests:
+                now = now.with_ban(v.op, v.format, v.trigger)
+                banned.append(v)
+        new = {(v.op, v.format) for v in banned}
+        bans, lifted = [], []
+        for ban in now.bans:
+            if ban.lifted or (ban.op, ban.format) in new:
+                bans.append(ban)
+                continue
+            well = ban.well + 1 if is_well(ban.op, ban.format) else 0
+            long_enough = well >= cooldown_windows * 2 ** min(ban.times - 1, _MOST_DOUBLINGS)
+            if long_enough and now.windows - ban.changed >= cooldown_windows:
+                ban = replace(ban, well=well, lifted=True, changed=now.windows)
+                lifted.append(ban)
+            else:
+                ban = replace(ban, well=well)
+            bans.append(ban)
+        return Turn(floors=replace(now, bans=tuple(bans)), banned=tuple(banned), lifted=tuple(lifted))

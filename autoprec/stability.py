@@ -1,0 +1,61 @@
+"""What proved unstable in a run, and what follows: formats that are banned, and formats that come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from autoprec.execution.replay import CallRecord
+from autoprec.monitoring.floors import Floors, Turn
+from autoprec.monitoring.judging import judge, well_in
+from autoprec.monitoring.trends import Trends
+from autoprec.observing import Observations
+from autoprec.plans import Plan
+from autoprec.policies import Monitor
+
+__all__ = ["Stability"]
+
+
+class Stability:
+    """Mutable; owned by the session.
+
+    Attributes:
+        floors: what is banned, since when and how often.
+        trends: of the last windows.
+    """
+
+    def __init__(self, limits: Monitor, observed: Observations) -> None:
+        self._limits, self._observed = limits, observed
+        self.floors, self.trends = Floors(), Trends()
+
+    def watches(self, plan: Plan | None) -> bool:
+        """Whether windows are worth observing: there is something to lose, or a format that may come back."""
+        return plan is not None and (not plan.is_identity or bool(self.floors.banned))
+
+    def window_over(self, plan: Plan | None) -> Turn | None:
+        """Judge the window that is over; what follows has begun to count. None where nothing was observed in it."""
+        window, graph = self._observed.take_window(), self._observed.graph
+        if plan is None or window is None or graph is None:
+            return None
+        self.trends = self.trends.after(window)
+        calibrated = self._observed.profile
+        verdicts = judge(plan, graph, window, self._limits, before=calibrated, trends=self.trends)
+
+        def is_well(op: str, format_name: str) -> bool:
+            found = graph.op_by_id.get(op)
+            return found is not None and well_in(found, format_name, window, self._limits, calibrated)
+
+        turn = self.floors.after(verdicts, is_well, self._limits.cooldown_windows)
+        self.floors = turn.floors
+        if turn.banned:
+            self._observed.learn(window, self.floors.windows)
+        if turn.lifted:
+            standing = [b.changed for b in self.floors.bans if not b.lifted]
+            self._observed.forget(min(standing, default=self.floors.windows + 1))
+        return turn
+
+    def overflowed(self, op: str, format_name: str, calls: Iterable[CallRecord], buffers: Mapping[int, Tensor]) -> None:
+        """A format overflowed in a step that was bad: of these calls."""
+        self.floors = self.floors.with_ban(op, format_name, "overflow")
+        self._observed.learn_from_replay(calls, buffers, self.floors.windows)
