@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from autoprec.errors import StateError
 from autoprec.graphs import Role
 from autoprec.plans import Event, Plan
-from autoprec.serial import event_to_json_line
+from autoprec.serial import event_to_json_line, write_text
 
 __all__ = ["EventLog"]
 
@@ -17,11 +19,13 @@ class EventLog:
 
     Attributes:
         events: oldest first.
+        before: lines that the file had when the run began.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.events: list[Event] = []
         self._path = path
+        self.before = 0 if path is None else len(_lines(path))
 
     def add(self, step: int, kind: str, **fields: str) -> None:
         """Append an event. A promotion or demotion is written once the new plan is known (`settle`)."""
@@ -29,6 +33,20 @@ class EventLog:
         self.events.append(event)
         if kind not in _OF_PLANS:
             self._write(event)
+
+    def begin_with(self, events: Iterable[Event], before: int) -> None:
+        """Go on after these, the first of which is in line `before` of the file: what comes behind them there was of
+        steps that come again. Of a file that has something else there nothing is taken away."""
+        self.events, self.before = list(events), before
+        if self._path is None:
+            return
+        own = [event_to_json_line(e) for e in self.events]
+        lines = _lines(self._path)
+        if lines[before : before + len(own)] == own:
+            kept = [*lines[:before], *own]
+        else:
+            self.before, kept = len(lines), [*lines, *own]
+        write_text(self._path, "".join(f"{line}\n" for line in kept), StateError)
 
     def add_once(self, step: int, kind: str, **fields: str) -> None:
         """Append an event unless one that says the same was there before."""
@@ -57,6 +75,14 @@ class EventLog:
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(event_to_json_line(event) + "\n")
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    return text.removesuffix("\n").split("\n") if text else []
 
 
 _OF_PLANS = ("promoted", "demoted")

@@ -34,6 +34,8 @@ class Observations:
         cases: a call of each distinct op (timing needs them), by timing key.
         profile: what calibration recorded so far; None before the first observed step.
         steps: optimizer steps in it (`profile.steps` counts backward passes).
+        window: of the window in progress; None before its first observed step.
+        learned: (number of the window, value ranges) that count when planning, beside the profile.
         foreseen: whether the structure of a graph was foreseen, because calibration runs under a provisional plan.
     """
 
@@ -46,7 +48,7 @@ class Observations:
         self.foreseen = False
         self._expected: StructureRecorder | None = None
         self.window: Profile | None = None
-        self._learned: list[tuple[int, Profile]] = []
+        self.learned: tuple[tuple[int, Profile], ...] = ()
         self._observer: StepObserver | None = None
         self._structure: StructureRecorder | None = None
 
@@ -143,7 +145,7 @@ class Observations:
     def known(self) -> Profile | None:
         """Calibration's profile, with the ranges that were learned since."""
         profile = self.profile
-        for _, seen in self._learned:
+        for _, seen in self.learned:
             assert profile is not None
             profile = profile.merge(replace(seen, graph_fingerprint=profile.graph_fingerprint))
         return profile
@@ -153,11 +155,11 @@ class Observations:
         region scales, so they stay out."""
         if self.profile is not None:
             tensors = tuple(TensorProfile(id=t.id, values=t.values) for t in seen.tensors)
-            self._learned.append((number, Profile(graph_fingerprint="", steps=0, tensors=tensors)))
+            self.learned = (*self.learned, (number, Profile(graph_fingerprint="", steps=0, tensors=tensors)))
 
     def forget(self, before: int) -> None:
         """What was learned in windows before this one counts no more."""
-        self._learned = [(number, seen) for number, seen in self._learned if number >= before]
+        self.learned = tuple((number, seen) for number, seen in self.learned if number >= before)
 
     def learn_from_replay(self, calls: Iterable[CallRecord], buffers: Mapping[int, Tensor], number: int) -> None:
         """The FP32 ranges of recorded calls enter the profile, so that no reader of a value that left a format casts

@@ -41,6 +41,7 @@ class Scheduler:
     Attributes:
         policy: what was asked for.
         device: measured timings; None until they were needed.
+        given: a plan that came without the profile that it was made from: what comes back is as it says.
     """
 
     def __init__(
@@ -52,9 +53,7 @@ class Scheduler:
         *,
         given: Plan | None = None,
     ) -> None:
-        """`given`: a plan that came without the profile that it was made from: what comes back is as it says."""
-        self.policy, self.device = policy, device
-        self._given = given
+        self.policy, self.device, self.given = policy, device, given
         self._device_type, self._observed = device_type, observed
         #: The least that a GPU was seen to hold beside the model and its optimizer: what is not the step's.
         self._others_bytes = 1 << 62
@@ -169,7 +168,7 @@ class Scheduler:
             plan = by_prediction(propose(question, advise=False), prefer=fastest)
         except InfeasibleError as error:
             told = f"the promoted ops run in fp32 outside the budgets: {error}"
-            return _without(self._given or before, banned), told
+            return _without(self.given or before, banned), told
         return plan, ""
 
 

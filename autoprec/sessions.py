@@ -31,10 +31,12 @@ from autoprec.execution.stepping import StepGuard
 from autoprec.execution.tournament import Tournament
 from autoprec.graphs import OpGraph
 from autoprec.observing import Observations, describe_graph
+from autoprec.parts import Parts
 from autoprec.plans import Event, Plan
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
 from autoprec.provisional import Provisional
+from autoprec.resuming import Resumable
 from autoprec.scheduling import Scheduler, cuda_devices
 from autoprec.stability import Stability
 from autoprec.tracing.bindings import Binding, SiteRegister, bind
@@ -57,7 +59,7 @@ def session_of(model: nn.Module) -> Session:
     return found
 
 
-class Session:
+class Session(Resumable):
     """The state of one compiled model's run. Made by `autoprec.compile`.
 
     Attributes:
@@ -106,7 +108,7 @@ class Session:
         self._provisional = Provisional(self._scheduler, self._device_type)
         self._window_steps = self._bad_in_row = 0
         self._up_front = self._entered = self._sites_settled = False
-        self._parts: list[nn.Module] = []
+        self._parts = Parts(self)
         self._calls: deque[CallRecord] = deque(maxlen=_MOST_CALLS)
         self._ran: set[Slot] = set()
         self._incident = ""
@@ -197,10 +199,8 @@ class Session:
         trains = torch.is_grad_enabled() and self.model.training
         if trains and not self._sites_settled:
             # Call sites are numbered in the order of the training graphs, also where an evaluation came first.
-            self._sites_settled = True
-            if self.graph is None:
-                self._sites = SiteRegister()
-                self._slots.clear()
+            self._sites_settled, self._sites = True, SiteRegister()
+            self._slots.clear()
         binding = bind(template, arguments, self._names, buffer_names, self._sites)
         trains = any(self._parameters[f].requires_grad for f in binding.parameters.values())
         slot = Slot(binding=binding, trains=trains, lowering=self.lowering)
@@ -305,19 +305,11 @@ class Session:
             )
 
     def _capture_parts(self, missed: Sequence[str]) -> bool:
-        """Capture on their own the modules that graph breaks left in frames that Dynamo runs eagerly.
-
-        Frames of torch.nn classes are skipped by Dynamo unless a function of ours calls them. False if there is no
-        module left to try. The step that showed them is not observed.
-        """
+        """Capture on their own the modules of missed parameters. False if there is no module left to try. The step that
+        showed them is not observed."""
         names = {name for fqn in missed for name in self._names[id(self._parameters[fqn])]}
-        modules = {self.model.get_submodule(name.rpartition(".")[0]) for name in names}
-        new = [m for m in modules if m is not self.model and m not in self._parts]
-        if not new:
+        if not self._parts.capture(self.model, {name.rpartition(".")[0] for name in names}):
             return False
-        for module in new:
-            dispatch.install(module, self)
-            self._parts.append(module)
         self._event("warning", trigger="graph_break", evidence=f"captured on their own: {', '.join(sorted(names))}")
         self._guard.watch.fresh.clear()
         self._observed.drop()
@@ -440,8 +432,8 @@ class Session:
 
     def close(self) -> None:
         """Take everything off the model; it is the plain FP32 model again."""
-        for module in (self.model, *self._parts):
-            dispatch.uninstall(module)
+        dispatch.uninstall(self.model)
+        self._parts.close()
         dispatch.release(list(self._parameters.values()))
         self._guard.remove()
         self._observed.drop()

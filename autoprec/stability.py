@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from autoprec.execution.replay import CallRecord
-from autoprec.monitoring.floors import Floors, Turn
+from autoprec.floors import Floors, Trends, Turn
 from autoprec.monitoring.judging import judge, well_in
-from autoprec.monitoring.trends import Trends
 from autoprec.observing import Observations
 from autoprec.plans import Plan
 from autoprec.policies import Monitor

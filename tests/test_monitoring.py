@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 import autoprec
 from autoprec.errors import StateError
+from autoprec.floors import Ban, Floors, Trends, Verdict
 from autoprec.graphs import OpClass, OpGraph
-from autoprec.monitoring.floors import Ban, Floors
-from autoprec.monitoring.judging import Verdict, judge, well_in
-from autoprec.monitoring.trends import Trends
+from autoprec.monitoring.judging import judge, well_in
 from autoprec.numerics.histograms import histogram, sample
 from autoprec.plans import Assignment, Plan, Region
 from autoprec.policies import Monitor

@@ -8,44 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from autoprec.floors import Trends, Verdict
 from autoprec.formats import FP32, Format, format_named
 from autoprec.graphs import Op, OpGraph, Role
-from autoprec.monitoring.trends import Trends
 from autoprec.planning.noise import current_scale_log2, error_energy
 from autoprec.plans import Plan
 from autoprec.policies import Monitor
 from autoprec.profiles import Profile, RangeHistogram, TensorProfile
 
-__all__ = ["Verdict", "judge", "well_in"]
+__all__ = ["judge", "well_in"]
 
 #: Octaves below the format's largest value in which a tensor must stay to count as well.
 _HEADROOM_LOG2 = 2
 
 #: A trend that reaches the largest value counts from so many octaves below it.
 _NEAR_LOG2 = 6.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """An op that must leave a format, and why.
-
-    Attributes:
-        trigger: "overflow", "growth", "saturation", "underflow" or "noise".
-        urgent: whether values have left the format already: then no cool-down counts.
-    """
-
-    op: str
-    format: str
-    trigger: str
-    evidence: str
-
-    @property
-    def urgent(self) -> bool:
-        """See above."""
-        return self.trigger == "overflow"
 
 
 class _Read(NamedTuple):

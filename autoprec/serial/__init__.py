@@ -1,9 +1,10 @@
-"""Strict reading and atomic writing of policies, plans, devices, datasheets, profiles, cases and events."""
+"""Strict reading and atomic writing of policies, plans, devices, datasheets, profiles, cases, states and events."""
 
 from autoprec.serial.cases import check_case_path, read_case, write_case
 from autoprec.serial.files import check_writable, write_text
 from autoprec.serial.profiles import read_profile, write_profile
 from autoprec.serial.schemas import policy_schema
+from autoprec.serial.states import read_state, state_from_parts, state_parts, write_state
 from autoprec.serial.values import (
     datasheet_names,
     event_from_json_line,
@@ -38,10 +39,14 @@ __all__ = [
     "read_plan",
     "read_policy",
     "read_profile",
+    "read_state",
     "rule_places",
+    "state_from_parts",
+    "state_parts",
     "write_case",
     "write_device",
     "write_plan",
     "write_profile",
+    "write_state",
     "write_text",
 ]

@@ -13,7 +13,7 @@ from autoprec.serial.codec import decode, encode, take_envelope
 from autoprec.serial.files import PathLike, read_tree, write_text
 from autoprec.serial.trees import Plain, Source
 
-__all__ = ["check_case_path", "read_case", "write_case"]
+__all__ = ["check_case_path", "finite", "read_case", "write_case"]
 
 VERSION = 1
 CASE_LIMIT = 64 << 20
@@ -52,12 +52,13 @@ def _lines(value: Plain) -> str:
 
 
 def _line(value: Plain) -> str:
-    return json.dumps(_finite(value), allow_nan=False, ensure_ascii=False)
+    return json.dumps(finite(value), allow_nan=False, ensure_ascii=False)
 
 
-def _finite(value: Plain) -> Any:
+def finite(value: Plain) -> Any:
+    """Plain data in which what is infinite is text."""
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     return "inf" if isinstance(value, float) and value == math.inf else value

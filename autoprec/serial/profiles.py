@@ -25,7 +25,7 @@ from autoprec.serial.codec import decode, encode, take_envelope
 from autoprec.serial.files import PathLike, read_bytes, write_atomic
 from autoprec.serial.trees import Source, parse_json
 
-__all__ = ["read_profile", "write_profile"]
+__all__ = ["Arrays", "Contents", "mismatch", "pack", "read_profile", "unpack", "write_profile"]
 
 VERSION = 1
 PROFILE_LIMIT = 1 << 30
@@ -77,8 +77,9 @@ class _Weight:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Header:
-    graph: OpGraph
+class Contents:
+    """A profile without its floats, which are in arrays."""
+
     steps: int
     tensors: tuple[_Tensor, ...]
     weights: tuple[_Weight, ...]
@@ -91,16 +92,29 @@ class _Header:
         check_unique([w.fqn for w in self.weights], "the weight", ProfileError, "weights")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Header(Contents):
+    graph: OpGraph
+
+
 def write_profile(path: PathLike, profile: Profile, graph: OpGraph) -> None:
     """Write a profile and the graph that it was recorded on."""
     if profile.graph_fingerprint != graph.fingerprint:
         raise ProfileError(
             f"{os.fspath(path)}: the profile is of the graph {profile.graph_fingerprint}, not of {graph.fingerprint}"
         )
+    contents, arrays = pack(profile)
+    header = _Header(graph=graph, **{f.name: getattr(contents, f.name) for f in fields(Contents)})
+    plain = {"autoprec": "profile", "version": VERSION, **encode(header)}
+    data = save(arrays, metadata={"autoprec": json.dumps(plain, allow_nan=False)})
+    write_atomic(path, data, ProfileError)
+
+
+def pack(profile: Profile) -> tuple[Contents, Arrays]:
+    """A profile as what goes into a header, and arrays."""
     found = [[(p, h) for p in _PARTS if (h := getattr(t, p)) is not None] for t in profile.tensors]
     histograms: list[RangeHistogram] = [h for parts in found for _, h in parts]
-    header = _Header(
-        graph=graph,
+    contents = Contents(
         steps=profile.steps,
         tensors=tuple(
             _Tensor(id=t.id, histograms=tuple(_Histogram(part=p, bins=h.bins.size) for p, h in parts))
@@ -121,9 +135,31 @@ def write_profile(path: PathLike, profile: Profile, graph: OpGraph) -> None:
     for name, (dtype, columns) in _ARRAYS.items():
         empty = np.zeros((0, columns) if columns else 0, dtype)
         arrays[name] = np.concatenate([empty, *(np.asarray(r, dtype) for r in rows[name])])
-    plain = {"autoprec": "profile", "version": VERSION, **encode(header)}
-    data = save(arrays, metadata={"autoprec": json.dumps(plain, allow_nan=False)})
-    write_atomic(path, data, ProfileError)
+    return contents, arrays
+
+
+def unpack(contents: Contents, arrays: Arrays, graph_fingerprint: str) -> Profile:
+    """What `pack` was given. The arrays must be those that the contents announce."""
+    histograms = _histograms(contents, arrays)
+    parts = np.cumsum([w.samples for w in contents.weights])[:-1]
+    sums = np.split(arrays["grad_sum"], parts) if contents.weights else []
+    weights = tuple(
+        WeightProfile(fqn=w.fqn, grad_sum=total.copy(), grad_square_sum=square, fraction=fraction, steps=w.steps)
+        for w, total, (square, fraction) in zip(contents.weights, sums, arrays["weights"].tolist(), strict=True)
+    )
+    loss = None
+    if contents.loss_steps is not None:
+        total, square = arrays["loss"][0].tolist()
+        loss = LossProfile(steps=contents.loss_steps, total=total, square_total=square)
+    return Profile(
+        graph_fingerprint=graph_fingerprint,
+        steps=contents.steps,
+        tensors=tuple(
+            TensorProfile(id=t.id, **{h.part: next(histograms) for h in t.histograms}) for t in contents.tensors
+        ),
+        weights=weights,
+        loss=loss,
+    )
 
 
 def read_profile(path: PathLike) -> tuple[Profile, OpGraph]:
@@ -140,7 +176,7 @@ def read_profile(path: PathLike) -> tuple[Profile, OpGraph]:
     header = _header(metadata["autoprec"], source)
     _check_arrays(arrays, header, source)
     try:
-        return _profile(header, arrays), header.graph
+        return unpack(header, arrays, header.graph.fingerprint), header.graph
     except InputError as error:
         raise source.refused(f"is damaged: {error}; calibrate again") from error
 
@@ -152,52 +188,33 @@ def _header(text: str, source: Source) -> _Header:
     return decode(root, _Header, inside)
 
 
-def _check_arrays(arrays: Arrays, header: _Header, source: Source) -> None:
-    """Every array is there, with the dtype and the rows that the header announces."""
-    counts = [h.bins for t in header.tensors for h in t.histograms]
+def _check_arrays(arrays: Arrays, header: Contents, source: Source) -> None:
+    if (problem := mismatch(arrays, header)) is not None:
+        raise source.refused(f"is damaged: {problem}; calibrate again")
+
+
+def mismatch(arrays: Arrays, contents: Contents) -> str | None:
+    """Every array is there, with the dtype and the rows that the contents announce; else what is not."""
+    counts = [h.bins for t in contents.tensors for h in t.histograms]
     bins = sum(counts)
     rows = {
         "bins": bins,
         "moments": bins,
         "ranges": len(counts),
-        "grad_sum": sum(w.samples for w in header.weights),
-        "weights": len(header.weights),
-        "loss": int(header.loss_steps is not None),
+        "grad_sum": sum(w.samples for w in contents.weights),
+        "weights": len(contents.weights),
+        "loss": int(contents.loss_steps is not None),
     }
     if set(arrays) != set(_ARRAYS):
-        raise source.refused(f"is damaged: it holds {sorted(arrays)}, not {sorted(_ARRAYS)}; calibrate again")
+        return f"it holds {sorted(arrays)}, not {sorted(_ARRAYS)}"
     for name, (dtype, columns) in _ARRAYS.items():
         shape = (rows[name], columns) if columns else (rows[name],)
         if arrays[name].dtype != dtype or arrays[name].shape != shape:
-            raise source.refused(
-                f"is damaged: {name} is {arrays[name].dtype} {arrays[name].shape}, not {np.dtype(dtype)} {shape};"
-                " calibrate again"
-            )
+            return f"{name} is {arrays[name].dtype} {arrays[name].shape}, not {np.dtype(dtype)} {shape}"
+    return None
 
 
-def _profile(header: _Header, arrays: Arrays) -> Profile:
-    histograms = _histograms(header, arrays)
-    sums = np.split(arrays["grad_sum"], np.cumsum([w.samples for w in header.weights])[:-1]) if header.weights else []
-    weights = tuple(
-        WeightProfile(fqn=w.fqn, grad_sum=total.copy(), grad_square_sum=square, fraction=fraction, steps=w.steps)
-        for w, total, (square, fraction) in zip(header.weights, sums, arrays["weights"].tolist(), strict=True)
-    )
-    loss = None
-    if header.loss_steps is not None:
-        total, square = arrays["loss"][0].tolist()
-        loss = LossProfile(steps=header.loss_steps, total=total, square_total=square)
-    return Profile(
-        graph_fingerprint=header.graph.fingerprint,
-        steps=header.steps,
-        tensors=tuple(
-            TensorProfile(id=t.id, **{h.part: next(histograms) for h in t.histograms}) for t in header.tensors
-        ),
-        weights=weights,
-        loss=loss,
-    )
-
-
-def _histograms(header: _Header, arrays: Arrays) -> Iterator[RangeHistogram]:
+def _histograms(header: Contents, arrays: Arrays) -> Iterator[RangeHistogram]:
     """In the order in which they were written."""
     counts = [h.bins for t in header.tensors for h in t.histograms]
     start = 0

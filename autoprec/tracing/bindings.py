@@ -208,6 +208,15 @@ class _Walk:
         self._seen: Counter[tuple[str, str, str]] = Counter()
         self._checkpoint_ids: dict[Checkpoint, str] = {}
         self._transforms = 0
+        self._label = self._first_site()
+
+    def _first_site(self) -> str:
+        """The place of the first op: inputs of graphs are told apart by it, in every process alike."""
+        for node in self.template.flat.graph.nodes:
+            if node.op in ("call_function", "call_method") and isinstance(node.meta.get("example_value"), torch.Tensor):
+                fqn, kind = self.owner.fqn(module_path(node)), kind_of(node)
+                return f"{fqn}/{kind}/{self.sites.number(fqn, kind, user_frame(node), 0)}"
+        return ""
 
     def visit(self, node: fx.Node) -> None:
         value = node.meta.get("example_value")
@@ -216,7 +225,7 @@ class _Walk:
                 self.tensor_id[node] = self._input_id(node)
         elif node.op == "get_attr":
             if isinstance(value, torch.Tensor):
-                self.tensor_id[node] = f"input:{self.template.number}.{node.target}"
+                self.tensor_id[node] = f"input:{self._label}.{node.target}"
         elif node.op in ("call_function", "call_method"):
             if not self._is_part(node):
                 self._transforms += enters_transform(node)
@@ -227,7 +236,7 @@ class _Walk:
             return f"param:{self.parameters[node]}"
         if node in self.buffers:
             return f"buffer:{self.buffers[node]}"
-        return f"input:{self.template.number}.{node.name}"
+        return f"input:{self._label}.{node.name}"
 
     def _is_part(self, node: fx.Node) -> bool:
         """`getitem` that only picks one result of an op with several."""

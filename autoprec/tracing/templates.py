@@ -6,10 +6,9 @@ identity at call time says who runs. Module paths of the template are mapped to 
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ __all__ = ["Template", "module_path", "user_frame"]
 _TOKEN = re.compile(r"\['([^']*)'\]|\.(\w+)|\[(\d+)\]")
 _CONTAINERS = {"_modules", "_parameters", "_buffers"}
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_numbers = itertools.count()
 
 Path = tuple[str, ...]
 
@@ -43,7 +41,6 @@ class Template:
         placeholders: its inputs in order (nodes of the flat graph).
         parameter_positions: indices of the inputs that are parameters.
         parameter_paths: template path of each of them (from where Dynamo found it), or () if unknown.
-        number: order of capture in this process, to name inputs apart.
     """
 
     module: fx.GraphModule
@@ -51,7 +48,6 @@ class Template:
     placeholders: tuple[fx.Node, ...]
     parameter_positions: tuple[int, ...]
     parameter_paths: tuple[Path, ...]
-    number: int = field(default_factory=lambda: next(_numbers))
 
     @classmethod
     def capture(cls, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Template:

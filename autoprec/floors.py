@@ -1,4 +1,4 @@
-"""Which formats ops must not have for now, and when they may have them again.
+"""What the monitor has found so far: formats that ops must not have for now, and how amax grows.
 
 A format that proved unstable is banned from an op. It comes back when the op has been well in it for so many windows in
 a row as a cool-down has; for twice as many the next time, so that a disturbance that comes again and again soon finds
@@ -7,17 +7,42 @@ nobody to disturb. What has not left the format yet waits until the last change 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from autoprec.checks import check_amount, check_text, check_unique
 from autoprec.errors import StateError
-from autoprec.monitoring.judging import Verdict
+from autoprec.profiles import Profile
 
-__all__ = ["Ban", "Floors", "Turn"]
+__all__ = ["Ban", "Floors", "Trends", "Turn", "Verdict"]
 
 #: Doublings of the windows that an op must be well for, at most.
 _MOST_DOUBLINGS = 8
+
+#: Windows that a trend is read off.
+_WINDOWS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """An op that must leave a format, and why.
+
+    Attributes:
+        trigger: "overflow", "growth", "saturation", "underflow" or "noise".
+        urgent: whether values have left the format already: then no cool-down counts.
+    """
+
+    op: str
+    format: str
+    trigger: str
+    evidence: str
+
+    @property
+    def urgent(self) -> bool:
+        """See above."""
+        return self.trigger == "overflow"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,3 +135,36 @@ class Floors:
                 ban = replace(ban, well=well)
             bans.append(ban)
         return Turn(floors=replace(now, bans=tuple(bans)), banned=tuple(banned), lifted=tuple(lifted))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trends:
+    """log2 of amax over the last windows, oldest first, by (tensor id, "value" or "gradient"); frozen.
+
+    Attributes:
+        last: ((tensor, what), (log2 amax, …)), of tensors that had a non-zero amax in each of them.
+    """
+
+    last: tuple[tuple[tuple[str, str], tuple[float, ...]], ...] = ()
+
+    def after(self, window: Profile) -> Trends:
+        """With one more window."""
+        before, found = dict(self.last), list[tuple[tuple[str, str], tuple[float, ...]]]()
+        for t in window.tensors:
+            for what, seen in (("value", t.values), ("gradient", t.gradients)):
+                if seen is not None and seen.amax > 0.0:
+                    known = before.get((t.id, what), ())
+                    found.append(((t.id, what), (*known, math.log2(seen.amax))[-_WINDOWS:]))
+        return Trends(last=tuple(found))
+
+    def log2_per_window(self, tensor: str, what: str) -> float:
+        """Octaves that amax grew by in each of the last windows: the least of them, so that one jump is no trend; 0
+        where it did not grow in each, or too few windows are known."""
+        known = self._by_key.get((tensor, what), ())
+        if len(known) < _WINDOWS:
+            return 0.0
+        return max(0.0, min(b - a for a, b in zip(known, known[1:], strict=False)))
+
+    @cached_property
+    def _by_key(self) -> dict[tuple[str, str], tuple[float, ...]]:
+        return dict(self.last)

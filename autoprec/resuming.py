@@ -1,0 +1,127 @@
+"""The state of a session as a value, and a session from such a value.
+
+What is not in it comes again by itself: graphs are captured and rewritten at their first call, and calls of ops, which
+timing needs before the first plan, are collected in the calibration steps that are left.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autoprec.errors import StateError
+from autoprec.serial import read_state, state_from_parts, state_parts, write_state
+from autoprec.serial.trees import Source
+from autoprec.states import Counts, Run, RunState, check_same
+
+if TYPE_CHECKING:
+    from autoprec.sessions import Session
+
+__all__ = ["Resumable"]
+
+
+class Resumable:
+    """What a session has for checkpoints. The model, the optimizer and random states are the user's to save."""
+
+    def state_dict(self: Session) -> dict[str, Any]:  # type: ignore[misc]
+        """Plan, floors, window and counters: text and tensors, for torch.save. `StateError` in the middle of a step."""
+        return _as_dict(_take(self))
+
+    def load_state_dict(self: Session, state: Mapping[str, Any]) -> None:  # type: ignore[misc]
+        """Go on from there, before the first step. `StateError` with what differs, if it is of another model, policy or
+        backend, and for what is no state; the session is then as it was."""
+        _give(self, _from_dict(state))
+
+    def save(self: Session, path: str | os.PathLike[str]) -> None:  # type: ignore[misc]
+        """Write `state_dict` as one .safetensors file, wholly or not at all."""
+        write_state(path, _take(self))
+
+    def load(self: Session, path: str | os.PathLike[str]) -> None:  # type: ignore[misc]
+        """`load_state_dict` of what `save` wrote; `StateError` also for another or a damaged file."""
+        _give(self, read_state(path))
+
+
+def _take(session: Session) -> RunState:
+    """The state between two steps. `StateError` in the middle of one."""
+    if session._guard.in_step:
+        raise StateError("a step is in progress: save the state after optimizer.step() (or session.step())")
+    observed, stability = session._observed, session._stability
+    return RunState(
+        run=Run(
+            **_identity(session),
+            counts=Counts(
+                steps=session.steps,
+                skipped_steps=session.skipped_steps,
+                bad_in_row=session._bad_in_row,
+                window_steps=session._window_steps,
+                calibration_steps=observed.steps,
+                foreseen=observed.foreseen,
+                step_was_skipped=session.step_was_skipped,
+            ),
+            floors=stability.floors,
+            trends=stability.trends,
+            plan=session.plan,
+            given=session._scheduler.given,
+            graph=observed.graph,
+            device=session.device,
+            parts=tuple(session._parts.names),
+            events=tuple(session.events),
+            events_before=session._log.before,
+        ),
+        calibration=observed.profile,
+        window=observed.window,
+        learned=observed.learned,
+    )
+
+
+def _give(session: Session, state: RunState) -> None:
+    """Go on from a state. `StateError`, with the session as it was, if it is of another run, or this one has begun."""
+    run = state.run
+    if session.steps or session.skipped_steps or session._guard.in_step or session.graph is not None:
+        raise StateError("this session has begun already: load the state before its first step")
+    mine = _identity(session)
+    check_same(run, **{**mine, "parameters": dict(mine["parameters"])})
+    counts, observed, stability = run.counts, session._observed, session._stability
+    session.steps, session.skipped_steps = counts.steps, counts.skipped_steps
+    session._bad_in_row, session.step_was_skipped = counts.bad_in_row, counts.step_was_skipped
+    observed.graph, observed.profile, observed.learned = run.graph, state.calibration, state.learned
+    observed.steps, observed.foreseen = counts.calibration_steps, counts.foreseen
+    stability.floors, stability.trends = run.floors, run.trends
+    session._scheduler.device, session._scheduler.given = run.device, run.given
+    session._given_plan = False  # it ran before
+    session._parts.capture(session.model, run.parts)
+    if run.plan is not None:
+        session._adopt(run.plan)
+    session._window_steps, observed.window = counts.window_steps, state.window
+    session._log.begin_with(run.events, run.events_before)
+
+
+def _identity(session: Session) -> dict[str, Any]:
+    shapes = {f: f"{str(p.dtype).removeprefix('torch.')}{[*p.shape]}" for f, p in session._parameters.items()}
+    return {
+        "parameters": tuple(shapes.items()),
+        "policy": session.policy.name,
+        "policy_fingerprint": session.policy.fingerprint,
+        "backend": session.lowering.backend,
+    }
+
+
+def _as_dict(state: RunState) -> dict[str, Any]:
+    """For torch.save: text and tensors, which `weights_only` loads."""
+    header, arrays = state_parts(state)
+    return {"autoprec": header, **{name: torch.from_numpy(a.copy()) for name, a in arrays.items()}}
+
+
+def _from_dict(given: Mapping[str, Any]) -> RunState:
+    """What `as_dict` was given; `StateError` for anything else."""
+    source = Source("the state", StateError)
+    header = given.get("autoprec") if isinstance(given, Mapping) else None
+    if not isinstance(header, str):
+        raise StateError("the state is not one that session.state_dict() gave: it has no text under 'autoprec'")
+    rest = {name: x for name, x in given.items() if name != "autoprec"}
+    if wrong := [name for name, x in rest.items() if not isinstance(x, torch.Tensor)]:
+        raise StateError(f"the state is not one that session.state_dict() gave: {wrong[0]!r} is no tensor")
+    return state_from_parts(header, {name: x.detach().cpu().numpy() for name, x in rest.items()}, source)

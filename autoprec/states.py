@@ -1,0 +1,104 @@
+"""The state of a run between two steps, as a value: what must be known to go on as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoprec.checks import check_amount, check_text, check_unique
+from autoprec.devices import Device
+from autoprec.errors import StateError
+from autoprec.floors import Floors, Trends
+from autoprec.graphs import OpGraph
+from autoprec.plans import Event, Plan
+from autoprec.profiles import Profile
+
+__all__ = ["Counts", "Run", "RunState", "check_same"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Of a run: optimizer steps completed, and vetoed; vetoed ones in a row; the step after which the window in
+    progress began; calibration steps, and whether a graph was foreseen in one (`Observations`)."""
+
+    steps: int
+    skipped_steps: int
+    bad_in_row: int
+    window_steps: int
+    calibration_steps: int
+    foreseen: bool
+    step_was_skipped: bool
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "skipped_steps", "bad_in_row", "window_steps", "calibration_steps"):
+            check_amount(getattr(self, name), name, StateError, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """All but the profiles.
+
+    Attributes:
+        parameters: (FQN, "float32[32, 16]") of each, as the model has them.
+        policy, policy_fingerprint: what was asked for.
+        backend: how graphs run.
+        plan: what runs; None while calibrating.
+        given: the plan that the session was made with.
+        parts: modules that are captured on their own.
+        events: everything that happened; `events_before`: lines that the file of events had before.
+    """
+
+    parameters: tuple[tuple[str, str], ...]
+    policy: str
+    policy_fingerprint: str
+    backend: str
+    counts: Counts
+    floors: Floors
+    trends: Trends
+    plan: Plan | None = None
+    given: Plan | None = None
+    graph: OpGraph | None = None
+    device: Device | None = None
+    parts: tuple[str, ...] = ()
+    events: tuple[Event, ...] = ()
+    events_before: int = 0
+
+    def __post_init__(self) -> None:
+        check_unique([name for name, _ in self.parameters], "the parameter", StateError, "parameters")
+        check_amount(self.events_before, "events_before", StateError, "events_before")
+        check_text(self.policy_fingerprint, "policy_fingerprint", StateError, "policy_fingerprint")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """A run, what calibration recorded, the window in progress, and what windows taught: (their number, ranges)."""
+
+    run: Run
+    calibration: Profile | None = None
+    window: Profile | None = None
+    learned: tuple[tuple[int, Profile], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.run.graph is None and (self.calibration is not None or self.window is not None):
+            raise StateError("there is a profile, but not the graph that it is of", at=("run", "graph"))
+
+
+def check_same(
+    state: Run, *, parameters: Mapping[str, str], policy: str, policy_fingerprint: str, backend: str
+) -> None:
+    """`StateError` with what differs, if the state is of another model, policy or backend."""
+    known = dict(state.parameters)
+    for name, shape in parameters.items():
+        if known.get(name) != shape:
+            was = known.get(name, "no such parameter")
+            raise StateError(f"the state is of another model: {name} is {shape} here, and {was} in the state")
+    if missing := sorted(set(known) - set(parameters)):
+        raise StateError(f"the state is of another model: {missing[0]}, {known[missing[0]]}, is not in this one")
+    if state.policy_fingerprint != policy_fingerprint:
+        names = f"{state.policy!r}" if state.policy != policy else f"a policy {policy!r} that said something else"
+        raise StateError(
+            f"the state is of a run under {names}, not under {policy!r} as it is here; compile with that one, and its"
+            " budget, or start anew with plan="
+        )
+    if state.backend != backend:
+        raise StateError(f"the state is of a run with backend={state.backend!r}, not {backend!r}")

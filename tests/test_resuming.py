@@ -1,0 +1,279 @@
+"""A run goes on from its state as if nothing had happened; what is no state of it is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.numpy import load, save
+from torch import nn
+
+import autoprec
+from autoprec.errors import StateError
+from autoprec.serial import read_state, state_parts, write_state
+from tests.campaigns import kills
+
+STEPS = 60
+
+
+class Broken(nn.Module):
+    """A layer in a frame that Dynamo runs eagerly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = torch.relu(layer(x))
+        return x
+
+
+class Run:
+    """A training run of `kills.Net`, which leaves FP16 for a while, or of another model."""
+
+    def __init__(
+        self, model: Callable[[], nn.Module] = kills.Net, policy: autoprec.Policy | None = None, **how: Any
+    ) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        self.model = model()
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
+        autoprec.compile(self.model, policy=policy or kills.policy(), **{"events": None, **how})
+        self.session = autoprec.session(self.model)
+        self.losses: list[str] = []  # of which NaN equals NaN
+
+    def train(self, start: int, end: int) -> Run:
+        for step in range(start, end):
+            self.optimizer.zero_grad()
+            loss = self.model(torch.randn(64, 16) * (3e5 if 20 <= step < 26 else 1.0)).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.losses.append(repr(float(loss.detach())))
+        return self
+
+    def saved(self) -> dict[str, Any]:
+        """A checkpoint as people write it, through torch.save."""
+        file = io.BytesIO()
+        parts = {"model": self.model, "optimizer": self.optimizer, "session": self.session}
+        torch.save({k: v.state_dict() for k, v in parts.items()} | {"rng": torch.get_rng_state()}, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)  # type: ignore[no-any-return]
+
+    def load(self, found: dict[str, Any]) -> Run:
+        for name in ("model", "optimizer", "session"):
+            getattr(self, name).load_state_dict(found[name])
+        torch.set_rng_state(found["rng"])
+        return self
+
+    def same_as(self, other: Run) -> None:
+        mine, others = self.model.state_dict(), other.model.state_dict()
+        assert all(torch.equal(mine[name], x) for name, x in others.items())
+        assert self.session.events == other.session.events
+        plans = [s.plan for s in (self.session, other.session)]
+        assert plans[0] is not None and plans[1] is not None and plans[0].fingerprint == plans[1].fingerprint
+        counts = [(s.steps, s.skipped_steps, s.step_was_skipped) for s in (self.session, other.session)]
+        assert counts[0] == counts[1]
+
+
+@pytest.fixture(scope="module")
+def whole() -> Run:
+    run = Run().train(0, STEPS)
+    assert {"planned", "bad_step", "promoted", "demoted"} == {e.kind for e in run.session.events}
+    return run
+
+
+@pytest.mark.parametrize("cut", [4, 5, 7, 20, 21, 23, 30, 45])
+def test_a_run_goes_on_as_if_nothing_had_happened(whole: Run, cut: int) -> None:
+    """At the plan, inside windows, at the bad step, while a format is banned, and after it came back."""
+    first = Run().train(0, cut)
+    found = first.saved()
+    second = Run().load(found).train(cut, STEPS)
+    assert first.losses + second.losses == whole.losses
+    second.same_as(whole)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 3])
+def test_calibration_goes_on_too(cut: int) -> None:
+    first = Run().train(0, cut)
+    found = first.saved()
+    second = Run().load(found).train(cut, 12)
+    straight = Run().train(0, 12)
+    assert second.session.plan is not None and straight.session.plan is not None
+    assert second.session.plan.fingerprint == straight.session.plan.fingerprint
+    assert first.losses + second.losses == straight.losses
+    assert second.session.profile is not None and second.session.profile.steps == 4
+
+
+def test_modules_that_are_captured_on_their_own_are_so_again() -> None:
+    policy = kills.policy().replaced(calibration={"steps": 2})
+    straight = Run(Broken, policy).train(0, 12)
+    assert any(e.trigger == "graph_break" for e in straight.session.events)
+    first = Run(Broken, policy).train(0, 7)
+    found = first.saved()
+    second = Run(Broken, policy).load(found).train(7, 12)
+    assert first.losses + second.losses == straight.losses
+    assert [e.kind for e in second.session.events] == [e.kind for e in straight.session.events]
+
+
+def test_an_evaluation_may_come_first(whole: Run) -> None:
+    """Call sites are numbered by the training graphs."""
+    first = Run().train(0, 8)
+    found = first.saved()
+    second = Run().load(found)
+    second.model.eval()
+    with torch.no_grad():
+        second.model(torch.ones(8, 16))
+    second.model.train()
+    second.train(8, 12)
+    assert first.losses + second.losses == whole.losses[:12]
+
+
+def test_a_file_holds_every_bit(tmp_path: Path) -> None:
+    run = Run().train(0, 23)
+    run.session.save(tmp_path / "state.safetensors")
+    found = read_state(tmp_path / "state.safetensors")
+    write_state(tmp_path / "again.safetensors", found)
+    assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "state.safetensors").read_bytes()
+    header, arrays = state_parts(found)
+    given = run.session.state_dict()
+    assert header == given["autoprec"] and set(given) == {"autoprec", *arrays}
+    assert all(torch.equal(torch.from_numpy(a), given[name]) for name, a in arrays.items())
+    assert found.run.plan == run.session.plan and found.run.floors.banned
+
+
+@pytest.mark.parametrize("cut", [2, 19])
+def test_events_beyond_the_state_come_again(tmp_path: Path, cut: int) -> None:
+    """What another run wrote before stays."""
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"of": "another run"}\n')
+    first = Run(events=path).train(0, cut)
+    found = first.saved()
+    first.train(cut, 30)
+    lines = path.read_text()
+    assert "bad_step" in lines and "another run" in lines
+    second = Run(events=path).load(found)
+    assert "bad_step" not in path.read_text() and "another run" in path.read_text()
+    second.train(cut, 30)
+    assert path.read_text() == lines
+
+
+def test_a_file_with_other_events_loses_none(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    found = Run(events=tmp_path / "elsewhere.jsonl").train(0, 19).saved()
+    path.write_text("a\nb\nc\n")
+    Run(events=path).load(found)
+    assert path.read_text().startswith("a\nb\nc\n") and '"planned"' in path.read_text()
+
+
+# Refusals ----------------------------------------------------------------------------------------------------------
+
+
+class Other(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(16, width), nn.BatchNorm1d(width), nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+@pytest.fixture(scope="module")
+def state() -> dict[str, Any]:
+    return Run().train(0, 12).session.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (
+            {"model": partial(Other, 48)},
+            r"another model: first.weight is float32\[48, 16\] here, and float32\[32, 16\]",
+        ),
+        ({"model": lambda: nn.Sequential(nn.Linear(16, 4))}, "another model: 0.weight .* no such parameter"),
+        ({"policy": kills.policy().replaced(budget="80%")}, "said something else.*its budget"),
+        ({"policy": kills.policy().replaced(name="mine")}, None),
+        ({"backend": "inductor"}, "backend='eager', not 'inductor'"),
+    ],
+    ids=["width", "model", "budget", "name", "backend"],
+)
+def test_the_state_of_another_run_is_refused(state: dict[str, Any], how: dict[str, Any], words: str | None) -> None:
+    run = Run(**how)
+    if words is None:  # a policy that says the same under another name
+        run.session.load_state_dict(state)
+        return
+    with pytest.raises(StateError, match=words):
+        run.session.load_state_dict(state)
+    assert run.session.plan is None and run.session.steps == 0
+
+
+def test_a_state_is_of_the_time_between_two_steps(state: dict[str, Any]) -> None:
+    run = Run()
+    run.model(torch.randn(64, 16)).sum().backward()
+    with pytest.raises(StateError, match=r"after optimizer.step"):
+        run.session.state_dict()
+    with pytest.raises(StateError, match="before its first step"):
+        run.session.load_state_dict(state)
+    run.optimizer.step()
+    with pytest.raises(StateError, match="before its first step"):
+        run.session.load_state_dict(state)
+
+
+@pytest.mark.parametrize("what", [{}, {"autoprec": 3}, [], {"autoprec": "{}"}, {"autoprec": "", "x": 1}])
+def test_what_is_no_state_is_refused(what: Any) -> None:
+    with pytest.raises(StateError):
+        Run().session.load_state_dict(what)
+
+
+def test_damaged_files_are_refused_and_change_nothing(tmp_path: Path, state: dict[str, Any]) -> None:
+    good = tmp_path / "good.safetensors"
+    run = Run()
+    run.session.load_state_dict(state)
+    run.session.save(good)
+    data = good.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["autoprec"]
+    arrays = load(data)
+    newer = json.loads(header) | {"version": 2}
+    strange = {**arrays, "window2.bins": next(iter(arrays.values()))}
+    fewer = dict(list(arrays.items())[1:])
+    damaged = {
+        "cut": data[: len(data) // 2],
+        "empty": b"",
+        "text": b"plan: none",
+        "newer": save(arrays, metadata={"autoprec": json.dumps(newer)}),
+        "nothing": save(arrays),
+        "header": save(arrays, metadata={"autoprec": header[:-20]}),
+        "strange": save(strange, metadata={"autoprec": header}),
+        "fewer": save(fewer, metadata={"autoprec": header}),
+    }
+    for name, what in damaged.items():
+        path = tmp_path / f"{name}.safetensors"
+        path.write_bytes(what)
+        fresh = Run()
+        with pytest.raises(StateError, match=f"{name}.safetensors") as caught:
+            fresh.session.load(path)
+        assert "upgrade" in str(caught.value) or name != "newer"
+        assert fresh.session.plan is None and not fresh.session.events
+    with pytest.raises(StateError, match="does not exist"):
+        Run().session.load(tmp_path / "nowhere.safetensors")
+    with pytest.raises(StateError, match="create it first"):
+        run.session.save(tmp_path / "no" / "where.safetensors")
+
+
+def test_killed_runs_go_on() -> None:
+    """A smaller set of `python -m tests.campaigns.kills`."""
+    assert kills.campaign(2, seed=1) == []
+
+
+def test_a_copy_of_a_state_is_a_state(state: dict[str, Any]) -> None:
+    run = Run()
+    run.session.load_state_dict(copy.deepcopy(state))
+    assert run.session.steps == 12
