@@ -104,7 +104,7 @@ class Session(Resumable):
             lambda s: describe_graph(s, self.model, self._parameters, self._slots.values(), self.lowering, self._calls)
         )
         self._scheduler = Scheduler(self.policy, device, self._device_type, self._observed, given=plan)
-        self._stability = Stability(self.policy.monitor, self._observed)
+        self._stability = Stability(self.policy, self._observed)
         self._provisional = Provisional(self._scheduler, self._device_type)
         self._window_steps = self._bad_in_row = 0
         self._up_front = self._entered = self._sites_settled = False

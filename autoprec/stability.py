@@ -8,10 +8,10 @@ from torch import Tensor
 
 from autoprec.execution.replay import CallRecord
 from autoprec.floors import Floors, Trends, Turn
-from autoprec.monitoring.judging import judge, well_in
+from autoprec.monitoring.judging import Judge
 from autoprec.observing import Observations
 from autoprec.plans import Plan
-from autoprec.policies import Monitor
+from autoprec.policies import Policy
 
 __all__ = ["Stability"]
 
@@ -24,8 +24,8 @@ class Stability:
         trends: of the last windows.
     """
 
-    def __init__(self, limits: Monitor, observed: Observations) -> None:
-        self._limits, self._observed = limits, observed
+    def __init__(self, policy: Policy, observed: Observations) -> None:
+        self._policy, self._observed = policy, observed
         self.floors, self.trends = Floors(), Trends()
 
     def watches(self, plan: Plan | None) -> bool:
@@ -37,15 +37,10 @@ class Stability:
         window, graph = self._observed.take_window(), self._observed.graph
         if plan is None or window is None or graph is None:
             return None
-        self.trends = self.trends.after(window)
-        calibrated = self._observed.profile
-        verdicts = judge(plan, graph, window, self._limits, before=calibrated, trends=self.trends)
-
-        def is_well(op: str, format_name: str) -> bool:
-            found = graph.op_by_id.get(op)
-            return found is not None and well_in(found, format_name, window, self._limits, calibrated)
-
-        turn = self.floors.after(verdicts, is_well, self._limits.cooldown_windows)
+        limits, self.trends = self._policy.monitor, self.trends.after(window)
+        before, gradients = self._observed.profile, self._policy.loss_scaling.mode != "global"
+        judge = Judge(plan, graph, window, limits, before=before, trends=self.trends, gradients=gradients)
+        turn = self.floors.after(judge.verdicts(), judge.is_well, limits.cooldown_windows)
         self.floors = turn.floors
         if turn.banned:
             self._observed.learn(window, self.floors.windows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import autoprec
 from autoprec.errors import StateError
 from autoprec.floors import Ban, Floors, Trends, Verdict
 from autoprec.graphs import OpClass, OpGraph
-from autoprec.monitoring.judging import judge, well_in
+from autoprec.monitoring.judging import Judge
 from autoprec.numerics.histograms import histogram, sample
 from autoprec.plans import Assignment, Plan, Region
 from autoprec.policies import Monitor
@@ -52,11 +53,11 @@ def plan_in(graph: OpGraph, fmt: str, scale_log2: int | None = None) -> Plan:
     return Plan(assignments=assignments, regions=regions)
 
 
-def triggers(fmt: str, now: Tensor, before: Tensor | None = None, **more: object) -> list[str]:
+def triggers(fmt: str, now: Tensor, before: Tensor | None = None) -> list[str]:
     graph = one_op()
     known = None if before is None else profile(x=seen(before))
-    found = judge(plan_in(graph, fmt), graph, profile(x=seen(now)), LIMITS, before=known, **more)
-    return [v.trigger for v in found]
+    judge = Judge(plan_in(graph, fmt), graph, profile(x=seen(now)), LIMITS, before=known)
+    return [v.trigger for v in judge.verdicts()]
 
 
 NORMAL = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
@@ -116,7 +117,7 @@ def test_growth_is_told_before_the_overflow() -> None:
     for k in range(10):
         x = NORMAL * 2.0 ** (k + 6)
         trends = trends.after(profile(x=seen(x)))
-        found = judge(plan_in(graph, "fp16"), graph, profile(x=seen(x)), LIMITS, trends=trends)
+        found = Judge(plan_in(graph, "fp16"), graph, profile(x=seen(x)), LIMITS, trends=trends).verdicts()
         told[k] = [v.trigger for v in found]
         if found:
             assert float(x.abs().max()) <= 65504.0 < 2.0 * float(x.abs().max())
@@ -136,7 +137,7 @@ def test_one_jump_is_no_trend() -> None:
 def test_gradients_outside_of_a_region_are_judged_as_the_region_has_them(scale_log2: int | None) -> None:
     graph, plan = one_op(), plan_in(one_op(), "fp16", scale_log2)
     window = profile(x=seen(NORMAL, NORMAL * 100.0))
-    found = [v.trigger for v in judge(plan, graph, window, LIMITS)]
+    found = [v.trigger for v in Judge(plan, graph, window, LIMITS).verdicts()]
     assert found == ([] if scale_log2 is None else ["overflow"])
 
 
@@ -145,18 +146,62 @@ def test_saturating_by_design_is_no_verdict() -> None:
     x = NORMAL.clone()
     x[0] = -1e30
     plan = Plan(assignments=plan_in(graph, "fp16").assignments, saturating=(X,))
-    assert judge(plan, graph, profile(x=seen(x)), LIMITS) == ()
-    assert judge(plan_in(graph, "fp16"), graph, profile(x=seen(x)), LIMITS) != ()
+    assert Judge(plan, graph, profile(x=seen(x)), LIMITS).verdicts() == ()
+    assert Judge(plan_in(graph, "fp16"), graph, profile(x=seen(x)), LIMITS).verdicts() != ()
 
 
 def test_well_is_stricter_than_stable() -> None:
-    op = one_op().ops[0]
-    for factor, well in ((1.0, True), (2.0**11, True), (2.0**13, False), (2.0**20, False)):
-        assert well_in(op, "fp16", profile(x=seen(NORMAL * factor)), LIMITS, None) == well, factor
-    assert not well_in(op, "fp16", profile(), LIMITS, None)  # nobody looked
+    def well(window: Profile, before: Profile | None = None) -> bool:
+        graph = one_op()
+        return Judge(plan_in(graph, "fp32"), graph, window, LIMITS, before=before).is_well(graph.ops[0].id, "fp16")
+
+    for factor, is_so in ((1.0, True), (2.0**11, True), (2.0**13, False), (2.0**20, False)):
+        assert well(profile(x=seen(NORMAL * factor))) == is_so, factor
+    assert not well(profile())  # nobody looked
     larger = profile(x=seen(NORMAL, NORMAL * 3.0))
-    assert not well_in(op, "fp16", larger, LIMITS, profile(x=seen(NORMAL, NORMAL)))
-    assert well_in(op, "fp16", larger, LIMITS, profile(x=seen(NORMAL, NORMAL * 2.0)))
+    assert not well(larger, profile(x=seen(NORMAL, NORMAL)))
+    assert well(larger, profile(x=seen(NORMAL, NORMAL * 2.0)))
+
+
+def region_of_one(scale_log2: int) -> tuple[OpGraph, Plan, str]:
+    """Two ops, of which the first is a region of FP16; the second is not in FP16 any more."""
+    make = Maker(np.random.default_rng(0))
+    make.tensor(X, (64, 64))
+    y = make.op("relu", OpClass.POINTWISE, (X,), (64, 64))
+    graph = make.graph(make.op("relu", OpClass.POINTWISE, (y,), (64, 64)))
+    formats = zip(graph.ops, ("fp16", "fp32"), strict=True)
+    assignments = tuple(Assignment(op=op.id, role=r, format=f, reason="test") for op, f in formats for r in op.roles)
+    region = Region(ops=(graph.ops[0].id,), scale_log2=scale_log2, reason="test")
+    return graph, Plan(assignments=assignments, regions=(region,)), y
+
+
+def test_gradients_inside_of_a_region_carry_its_scale_and_calibrations_do_not() -> None:
+    graph, plan, y = region_of_one(12)
+    small = NORMAL * 2.0**-20  # of which FP16 keeps little without the scale
+    ids = {X: small, y: small * 2.0**12}
+    tensors = (TensorProfile(id=t, values=seen(NORMAL)[0], gradients=seen(g)[0]) for t, g in ids.items())
+    window = Profile(graph_fingerprint="", steps=1, tensors=tuple(tensors))
+    plain = (TensorProfile(id=t, values=seen(NORMAL)[0], gradients=seen(small)[0]) for t in ids)
+    before = Profile(graph_fingerprint="", steps=1, tensors=tuple(plain))
+    judge = Judge(plan, graph, window, LIMITS, before=before)
+    assert judge.verdicts() == ()
+    assert judge.is_well(graph.ops[1].id, "fp16")  # although what it sends is 2^12 times as large as in calibration
+    lost = replace(window, tensors=tuple(replace(t, gradients=seen(small * 2.0**-8)[0]) for t in window.tensors))
+    assert {v.trigger for v in Judge(plan, graph, lost, LIMITS, before=before).verdicts()} == {"underflow"}
+    assert Judge(plan, graph, lost, LIMITS, before=before, gradients=False).verdicts() == ()
+
+
+def test_a_view_is_judged_by_what_it_is_a_view_of() -> None:
+    make = Maker(np.random.default_rng(0))
+    make.tensor(X, (64, 64))
+    y = make.op("relu", OpClass.POINTWISE, (X,), (64, 64))
+    view = make.op("view", OpClass.VIEW, (y,), (64, 64), base=y)
+    graph = make.graph(make.op("relu", OpClass.POINTWISE, (view,), (64, 64)))
+    last = graph.ops[-1]
+    plan = Plan(assignments=tuple(Assignment(op=last.id, role=r, format="fp16", reason="test") for r in last.roles))
+    window = Profile(graph_fingerprint="", steps=1, tensors=(TensorProfile(id=y, values=seen(NORMAL * 1e6)[0]),))
+    found = Judge(plan, graph, window, LIMITS).verdicts()
+    assert [(v.op, v.trigger) for v in found] == [(last.id, "overflow")]
 
 
 # What follows ------------------------------------------------------------------------------------------------------

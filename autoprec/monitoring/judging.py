@@ -7,7 +7,7 @@ Judged before the cast where a wider tensor is read in a narrow format, and on t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from autoprec.floors import Trends, Verdict
@@ -18,7 +18,7 @@ from autoprec.plans import Plan
 from autoprec.policies import Monitor
 from autoprec.profiles import Profile, RangeHistogram, TensorProfile
 
-__all__ = ["judge", "well_in"]
+__all__ = ["Judge"]
 
 #: Octaves below the format's largest value in which a tensor must stay to count as well.
 _HEADROOM_LOG2 = 2
@@ -27,107 +27,111 @@ _HEADROOM_LOG2 = 2
 _NEAR_LOG2 = 6.0
 
 
+_ORDER = {name: i for i, name in enumerate(("overflow", "growth", "saturation", "underflow", "noise"))}
+
+
 class _Read(NamedTuple):
-    """A tensor as a role of an op has it. `scale_log2`: of what was observed, in the op."""
+    """A tensor as a role of an op has it.
+
+    Attributes:
+        scale_log2: from what was observed to what the op has.
+        observed_log2: what was observed of a gradient, to what it is.
+    """
 
     tensor: str
     what: str
     format: str
-    scale_log2: int
+    scale_log2: int = 0
+    observed_log2: int = 0
 
 
-def judge(
-    plan: Plan,
-    graph: OpGraph,
-    window: Profile,
-    limits: Monitor,
-    *,
-    before: Profile | None = None,
-    trends: Trends | None = None,
-) -> tuple[Verdict, ...]:
-    """The first verdict of every op, in this order: overflow (non-finite, or beyond the format's largest value before
-    the cast); growth (amax reaches that within the next window, by its trend over the last ones); saturation (within
-    the top quarter octave of the format); underflow (below half of its smallest number, where that is the cast to it);
-    noise (the rounding error in relation to the signal, against that of calibration, `before`)."""
-    region = {op: r.scale_log2 for r in plan.regions for op in r.ops}
-    judging = _Judging(window, limits, before, trends or Trends(), frozenset(plan.saturating))
-    found = []
-    for op in graph.ops:
-        first: Verdict | None = None
-        for read in _reads(op, plan, graph, region):
-            verdict = judging.verdict(op, read)
-            if verdict is not None and (first is None or _ORDER[verdict.trigger] < _ORDER[first.trigger]):
-                first = verdict
-        if first is not None:
-            found.append(first)
-    return tuple(found)
+class Judge:
+    """A window, under the plan that ran. `before`: what calibration recorded. `gradients`: whether they are judged;
+    where one scale for the loss grows until it overflows, they are not."""
 
+    def __init__(
+        self,
+        plan: Plan,
+        graph: OpGraph,
+        window: Profile,
+        limits: Monitor,
+        *,
+        before: Profile | None = None,
+        trends: Trends | None = None,
+        gradients: bool = True,
+    ) -> None:
+        self.plan, self.graph, self.window, self.limits = plan, graph, window, limits
+        self._before, self._trends, self._gradients = before, trends or Trends(), gradients
+        self._scale = {op: r.scale_log2 for r in plan.regions for op in r.ops}
+        self._specs = graph.tensor_by_id
 
-_ORDER = {name: i for i, name in enumerate(("overflow", "growth", "saturation", "underflow", "noise"))}
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """The first verdict of every op, in this order: overflow (newly not finite, or beyond the format's largest
+        value before the cast); growth (amax reaches that within the next window, by its trend over the last ones);
+        saturation (within the top quarter octave of the format); underflow (below half of its smallest number, where
+        that is the cast to it); noise (the rounding error in relation to the signal, against that of calibration)."""
+        found = (min(self._of(op), key=lambda v: _ORDER[v.trigger], default=None) for op in self.graph.ops)
+        return tuple(v for v in found if v is not None)
 
-
-def _reads(op: Op, plan: Plan, graph: OpGraph, region: Mapping[str, int]) -> Iterator[_Read]:
-    forward = plan.format_of.get((op.id, Role.OUTPUT))
-    if forward is None:
-        return
-    backward = [f for r in (Role.GRAD_INPUT, Role.GRAD_WEIGHT) if (f := plan.format_of.get((op.id, r))) is not None]
-    for t in dict.fromkeys((*op.outputs, *op.inputs)):
-        if t.startswith("buffer:"):
-            continue
-        yield _Read(t, "value", forward, 0)
-        inside = graph.producer.get(t) in region and plan.format_of.get((graph.producer[t], Role.OUTPUT)) == "fp16"
-        scale_log2 = 0 if inside else region.get(op.id, 0)
-        for f in dict.fromkeys(backward or [forward]):
-            yield _Read(t, "gradient", f, scale_log2 if f == "fp16" else 0)
-
-
-def well_in(op: Op, format_name: str, window: Profile, limits: Monitor, before: Profile | None) -> bool:
-    """Whether all that the op reads and makes would be far from every limit in the format: two octaves below its
-    largest value, with half the underflow that is allowed, and gradients no larger than in calibration (whose scale a
-    new plan chooses)."""
-    fmt, judging = format_named(format_name), _Judging(window, limits, before)
-    seen = False
-    for t in dict.fromkeys((*op.outputs, *op.inputs)):
-        found = window.tensor_by_id.get(t)
-        if found is not None and not t.startswith("buffer:"):
+    def is_well(self, op_id: str, format_name: str) -> bool:
+        """Whether all that the op reads and makes would be far from every limit in the format: two octaves below its
+        largest value, with half of what is allowed to be lost, and gradients no more than twice as large as in
+        calibration (whose scale a new plan chooses). Not, if nobody looked."""
+        op, fmt, seen = self.graph.op_by_id.get(op_id), format_named(format_name), False
+        for t in () if op is None else self._tensors(op):
+            found = self.window.tensor_by_id[t]
             seen = True
-            if not judging.well(_Read(t, "value", format_name, 0), fmt, found):
+            if not self._well(t, fmt, found):
                 return False
-    return seen
+        return seen
 
+    def _tensors(self, op: Op) -> Iterator[str]:
+        """What it makes and reads, as far as it was observed: of a view, what it is a view of."""
+        for t in dict.fromkeys((*op.outputs, *op.inputs)):
+            while t not in self.window.tensor_by_id and t in self._specs and (base := self._specs[t].base) is not None:
+                t = base  # noqa: PLW2901
+            if t in self.window.tensor_by_id and not t.startswith("buffer:"):
+                yield t
 
-class _Judging(NamedTuple):
-    window: Profile
-    limits: Monitor
-    before: Profile | None
-    trends: Trends = Trends()
-    by_design: frozenset[str] = frozenset()  # tensors whose casts saturate as they should
+    def _of(self, op: Op) -> Iterator[Verdict]:
+        forward = self.plan.format_of.get((op.id, Role.OUTPUT))
+        if forward is None:
+            return
+        of_gradients = [self.plan.format_of.get((op.id, r)) for r in (Role.GRAD_INPUT, Role.GRAD_WEIGHT)]
+        backward = dict.fromkeys(f for f in of_gradients if f is not None) or {forward: None}
+        for t in self._tensors(op):
+            yield from self._verdict(op, _Read(t, "value", forward))
+            inside = self._inside(t)
+            for f in backward if self._gradients else ():
+                own = self._scale.get(op.id, 0) if f == "fp16" else 0
+                yield from self._verdict(op, _Read(t, "gradient", f, own - inside, inside))
 
-    def verdict(self, op: Op, read: _Read) -> Verdict | None:
-        fmt = format_named(read.format)
-        seen = self.window.tensor_by_id.get(read.tensor)
-        found = None if seen is None else seen.values if read.what == "value" else seen.gradients
-        if found is None:
-            return None
-        for trigger, evidence in self._problems(read, fmt, found):
-            evidence = f"{read.what} of {read.tensor}: {evidence}"
-            return Verdict(op=op.id, format=fmt.name, trigger=trigger, evidence=evidence)
-        return None
+    def _inside(self, t: str) -> int:
+        """The scale that the observed gradient of a tensor carries: that of the region that it was made in."""
+        producer = self.graph.producer.get(t, "")
+        return self._scale.get(producer, 0) if self.plan.format_of.get((producer, Role.OUTPUT)) == "fp16" else 0
 
-    def well(self, read: _Read, fmt: Format, found: TensorProfile) -> bool:
-        """See `well_in`."""
-        if any(test(read, fmt, found.values, 0.5) is not None for test in (self.underflow, self.noise)):
-            return False
-        if self._new_nonfinite(read, found.values):
+    def _verdict(self, op: Op, read: _Read) -> Iterator[Verdict]:
+        seen = self.window.tensor_by_id[read.tensor]
+        found = seen.values if read.what == "value" else seen.gradients
+        if found is not None:
+            for trigger, evidence in self._problems(read, format_named(read.format), found):
+                evidence = f"{read.what} of {read.tensor}: {evidence}"
+                yield Verdict(op=op.id, format=read.format, trigger=trigger, evidence=evidence)
+
+    def _well(self, t: str, fmt: Format, found: TensorProfile) -> bool:
+        read = _Read(t, "value", fmt.name)
+        lost = (test(read, fmt, found.values, 0.5) for test in (self._underflow, self._noise))
+        if any(text is not None for text in lost) or self._new_nonfinite(read, found.values):
             return False
         if not _has_small_range(fmt):
             return True
         if found.values.amax > math.ldexp(fmt.max_value, -_HEADROOM_LOG2):
             return False
-        if found.gradients is None or self.before is None:  # a plan without calibration has its scales from elsewhere
-            return True
+        if found.gradients is None or self._before is None or not self._gradients:
+            return True  # a plan without calibration has its scales from elsewhere
         known = self._known(read._replace(what="gradient"))
-        return known is not None and found.gradients.amax <= 2.0 * known.amax
+        return known is not None and math.ldexp(found.gradients.amax, -self._inside(t)) <= 2.0 * known.amax
 
     def _new_nonfinite(self, read: _Read, found: RangeHistogram) -> float:
         """A mask's −inf was there in calibration."""
@@ -135,12 +139,12 @@ class _Judging(NamedTuple):
         return found.nonfinite if known is None or known.nonfinite == 0 else 0.0
 
     def _problems(self, read: _Read, fmt: Format, found: RangeHistogram) -> Iterable[tuple[str, str]]:
-        if _has_small_range(fmt) and not (read.what == "value" and read.tensor in self.by_design):
+        if _has_small_range(fmt) and not (read.what == "value" and read.tensor in self.plan.saturating):
             largest = math.ldexp(fmt.max_value, -read.scale_log2)
             yield from self._range(read, fmt, found, largest)
-            if (text := self.underflow(read, fmt, found, 1.0)) is not None:
+            if (text := self._underflow(read, fmt, found, 1.0)) is not None:
                 yield "underflow", text
-        if fmt.name != "fp32" and (text := self.noise(read, fmt, found, 1.0)) is not None:
+        if fmt.name != "fp32" and (text := self._noise(read, fmt, found, 1.0)) is not None:
             yield "noise", text
 
     def _range(self, read: _Read, fmt: Format, found: RangeHistogram, largest: float) -> Iterator[tuple[str, str]]:
@@ -151,7 +155,7 @@ class _Judging(NamedTuple):
         if (read.what == "value" and self._new_nonfinite(read, found)) or found.amax > largest:
             overflow_frac = max(found.nonfinite, found.weight_above(largest)) / elements
             yield "overflow", f"{told}, overflow_frac {overflow_frac:.2g}"
-        step = self.trends.log2_per_window(read.tensor, read.what)
+        step = self._trends.log2_per_window(read.tensor, read.what)
         if step > 0.0 and found.amax > 0.0:
             room = math.log2(largest) - math.log2(found.amax)
             if room <= min(step, _NEAR_LOG2):
@@ -161,7 +165,7 @@ class _Judging(NamedTuple):
         if saturation_frac > self.limits.saturation_frac:
             yield "saturation", f"saturation_frac {saturation_frac:.2g} above {self.limits.saturation_frac:g} ({told})"
 
-    def underflow(self, read: _Read, fmt: Format, found: RangeHistogram, share: float) -> str | None:
+    def _underflow(self, read: _Read, fmt: Format, found: RangeHistogram, share: float) -> str | None:
         """More of a tensor is rounded to zero than is allowed, and more than twice as much as in calibration."""
         smallest = math.ldexp(1.0, fmt.min_normal_log2 - fmt.mantissa_bits - 1 - read.scale_log2)
         if fmt.scaled or found.elements <= 0.0:
@@ -169,24 +173,26 @@ class _Judging(NamedTuple):
         frac = found.weight_below(smallest) / found.elements
         limit = self.limits.underflow_frac * share
         known = self._known(read)
-        usual = 0.0 if known is None or known.elements <= 0.0 else known.weight_below(smallest) / known.elements
+        least = math.ldexp(smallest, -read.observed_log2)
+        usual = 0.0 if known is None or known.elements <= 0.0 else known.weight_below(least) / known.elements
         if frac <= max(limit, 2.0 * usual):
             return None
         return f"underflow_frac {frac:.2g} above {limit:g}, {usual:.2g} in calibration"
 
-    def noise(self, read: _Read, fmt: Format, found: RangeHistogram, share: float) -> str | None:
+    def _noise(self, read: _Read, fmt: Format, found: RangeHistogram, share: float) -> str | None:
         """The ratio of the signal to its rounding noise is worse than in calibration by more decibels than allowed."""
         known = self._known(read)
         if known is None or known.energy <= 0.0 or found.energy <= 0.0:
             return None
-        now, usual = (_noise_db(h, fmt, read.scale_log2) for h in (found, known))
+        now = _noise_db(found, fmt, read.scale_log2)
+        usual = _noise_db(known, fmt, read.scale_log2 + read.observed_log2)
         drop, limit = now - usual, self.limits.sqnr_drop_db * share
         if drop <= limit:
             return None
         return f"SQNR {-now:.1f} dB in {fmt.name}, {drop:.1f} dB below calibration's, more than {limit:g}"
 
     def _known(self, read: _Read) -> RangeHistogram | None:
-        known = None if self.before is None else self.before.tensor_by_id.get(read.tensor)
+        known = None if self._before is None else self._before.tensor_by_id.get(read.tensor)
         return None if known is None else known.values if read.what == "value" else known.gradients
 
 
