@@ -364,7 +364,7 @@ def test_a_promotion_leaves_it_where_it_lives() -> None:
     model, batches = made()
     compiled(model, batches, "bf16")
     session, living = autoprec.session(model), narrow_of(model)
-    session._promote("head:linear#0", "bf16", "overflow", "as a test has it")
+    session._stability.overflowed("head:linear#0", "bf16", (), {})
     session._replan()
     assert narrow_of(model) == living and session.plan.living["param:head.weight"] == "bf16"
     loss_of(model, batches[0]).backward()

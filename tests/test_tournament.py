@@ -359,7 +359,7 @@ def test_after_a_promotion_the_winner_stays_the_winner() -> None:
     scheduler: Scheduler = session._scheduler
     uniform = next(c for c in session.plan.contestants if c.name == "bf16")
     as_if = tuple(dataclasses.replace(c, adopted=c is uniform) for c in session.plan.contestants)
-    again, shortfall = scheduler.plan_again(dataclasses.replace(session.plan, contestants=as_if))
+    again, shortfall = scheduler.plan_again(dataclasses.replace(session.plan, contestants=as_if), frozenset())
     assert not shortfall and {a.format for a in again.assignments if a.role is Role.OUTPUT} == {"bf16"}
 
 
