@@ -48,6 +48,8 @@ __all__ = [*_HOME, "__version__"]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
+    if name == "testing":
+        return importlib.import_module("autoprec.testing")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'autoprec' has no attribute {name!r}")

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from autoprec.checks import check_choice
+from autoprec.checks import check_amount, check_choice
 from autoprec.devices import Device
 from autoprec.errors import InputError
 from autoprec.execution.lowering import BACKENDS, Backend
@@ -35,6 +35,7 @@ def compile(
     device: Device | None = None,
     events: str | Path | None = EVENTS_FILE,
     backend: Backend = "eager",
+    total_steps: int | None = None,
 ) -> M:
     """Schedule the precision of each layer of `model` while it trains. Returns the same object.
 
@@ -52,6 +53,7 @@ def compile(
         loss_fn: `loss_fn(model, batch)` returns the scalar to differentiate.
         device: timings measured before, so that nothing is timed again.
         events: JSON-lines file that events are appended to; None for no file.
+        total_steps: optimizer steps that the run is planned to have, for shares in the policy's schedule.
         backend: "eager" runs the rewritten graphs as they are, "inductor" through torch's compiler.
 
     Raises:
@@ -65,6 +67,7 @@ def compile(
             f"this {type(model).__name__} is compiled already; autoprec.unwrap(model) (or drop model.compile()) first"
         )
     check_choice(backend, BACKENDS, "backend", InputError)
+    check_amount(total_steps, "total_steps", InputError, least=1)
     if (batches is None) != (loss_fn is None):
         raise InputError("batches= and loss_fn= belong together: give both, or neither to calibrate in your own loop")
     if plan is not None and (batches is not None or budget is not None):
@@ -78,6 +81,7 @@ def compile(
         device=device,
         events_path=None if events is None else Path(events),
         backend=backend,
+        total_steps=total_steps,
     )
     if batches is not None and loss_fn is not None:
         try:

@@ -1,4 +1,8 @@
-"""The log of a run: what happened, oldest first, in memory and in a JSON-lines file."""
+"""The log of a run: what happened, oldest first, in memory and in a JSON-lines file.
+
+The file has more than the run keeps, for whoever watches: the formats of every role and kept tensor as plans change
+them ("assigned"), and figures of the ops that windows saw nearest to a limit ("observed").
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from pathlib import Path
 
 from autoprec.errors import StateError
 from autoprec.graphs import Role
-from autoprec.plans import Event, Plan
+from autoprec.plans import AS_IS, Event, Plan
 from autoprec.serial import event_to_json_line, write_text
 
 __all__ = ["EventLog"]
@@ -20,12 +24,13 @@ class EventLog:
     Attributes:
         events: oldest first.
         before: lines that the file had when the run began.
+        written: lines that the run has written since.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.events: list[Event] = []
         self._path = path
-        self.before = 0 if path is None else len(_lines(path))
+        self.before, self.written = 0 if path is None else len(_lines(path)), 0
 
     def add(self, step: int, kind: str, **fields: str) -> None:
         """Append an event. A promotion or demotion is written once the new plan is known (`settle`)."""
@@ -34,24 +39,43 @@ class EventLog:
         if kind not in _OF_PLANS:
             self._write(event)
 
-    def begin_with(self, events: Iterable[Event], before: int) -> None:
-        """Go on after these, the first of which is in line `before` of the file: what comes behind them there was of
-        steps that come again. Of a file that has something else there nothing is taken away."""
-        self.events, self.before = list(events), before
+    def begin_with(self, events: Iterable[Event], before: int, written: int) -> None:
+        """Go on after these, which are among so many lines behind the first `before` of the file: what comes behind
+        them there was of steps that come again. Of a file that has something else there nothing is taken away."""
+        self.events, self.before, self.written = list(events), before, written
         if self._path is None:
             return
         own = [event_to_json_line(e) for e in self.events]
         lines = _lines(self._path)
-        if lines[before : before + len(own)] == own:
-            kept = [*lines[:before], *own]
+        there = lines[before : before + written]
+        rest = iter(there)
+        if len(there) == written and all(line in rest for line in own):  # each, in this order
+            kept = [*lines[:before], *there]
         else:
-            self.before, kept = len(lines), [*lines, *own]
+            self.before, self.written, kept = len(lines), len(own), [*lines, *own]
         write_text(self._path, "".join(f"{line}\n" for line in kept), StateError)
+
+    def note(self, step: int, kind: str, **fields: str) -> None:
+        """A line of the file alone."""
+        self._write(Event(step=step, kind=kind, **fields))
+
+    def assign(self, step: int, before: Plan | None, plan: Plan) -> None:
+        """A line of the file for each role, and each tensor that is kept ("kept"), whose format a plan changes; of the
+        first plan, for all roles."""
+        was = {} if before is None else decisions(before)
+        for (of, what), new in decisions(plan).items():
+            old = was.get((of, what), _PLAIN[what == KEPT])
+            if old != new or (before is None and what != KEPT):
+                self.note(step, "assigned", op=of, role=what, was=old, now=new)
 
     def add_once(self, step: int, kind: str, **fields: str) -> None:
         """Append an event unless one that says the same was there before."""
         if all(replace(e, step=step) != Event(step=step, kind=kind, **fields) for e in self.events):
             self.add(step, kind, **fields)
+
+    def has(self, kind: str, *, op: str, trigger: str) -> bool:
+        """Whether there was such an event."""
+        return any((e.kind, e.op, e.trigger) == (kind, op, trigger) for e in self.events)
 
     def settle(self, before: Plan, plan: Plan) -> None:
         """The promotions and demotions since the last plan get the formats that came out, and name who else changed: a
@@ -72,6 +96,7 @@ class EventLog:
             self._write(self.events[i])
 
     def _write(self, event: Event) -> None:
+        self.written += 1
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(event_to_json_line(event) + "\n")
@@ -86,6 +111,17 @@ def _lines(path: Path) -> list[str]:
 
 
 _OF_PLANS = ("promoted", "demoted")
+
+#: What a kept tensor has for a role, and what roles and kept tensors have without a plan.
+KEPT = "kept"
+_PLAIN = {False: "fp32", True: AS_IS}
+
+
+def decisions(plan: Plan) -> dict[tuple[str, str], str]:
+    """(op, role) → format, and (tensor, "kept") → storage."""
+    kept = {(tensor, KEPT): storage for tensor, storage in plan.storage_of.items()}
+    return {(op, str(role)): fmt for (op, role), fmt in plan.format_of.items()} | kept
+
 
 #: Ops that an event names beside its own.
 _MOST_NAMED = 3

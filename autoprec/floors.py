@@ -30,7 +30,8 @@ class Verdict:
     """An op that must leave a format, and why.
 
     Attributes:
-        trigger: "overflow", "growth", "saturation", "underflow" or "noise".
+        trigger: "overflow", "growth", "saturation", "underflow" or "noise"; of an incident, "zero".
+        role: "output" of what a value shows, "grad_input" of what a gradient does.
         urgent: whether values have left the format already: then no cool-down counts.
     """
 
@@ -38,6 +39,7 @@ class Verdict:
     format: str
     trigger: str
     evidence: str
+    role: str = "output"
 
     @property
     def urgent(self) -> bool:
@@ -74,11 +76,14 @@ class Ban:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What a window changes: formats that are banned, with the verdicts, and bans that are lifted."""
+    """What a window changes: formats that are banned, with the verdicts, and bans that are lifted. And what is told of
+    it: incidents that no format is to blame for, and figures of ops near a limit, as fields of events."""
 
     floors: Floors
     banned: tuple[Verdict, ...] = ()
     lifted: tuple[Ban, ...] = ()
+    incidents: tuple[Verdict, ...] = ()
+    figures: tuple[dict[str, str], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,9 @@ class Observations:
         if rewritten and self._observer.sensitivities and self._structure is not None:
             foresee(slot.binding, arguments, self._structure)
             self.foreseen = True
-        interpreter = ObservingInterpreter(slot.module, slot.origin, slot.binding, self._observer, rewritten=rewritten)
+        interpreter = ObservingInterpreter(
+            slot.module, slot.origin, slot.binding, self._observer, rewritten=rewritten, changes=slot.faults
+        )
         return interpreter.run(*arguments)
 
     def how_to_note(self, binding: Binding) -> dict[str, Any]:
@@ -161,18 +163,20 @@ class Observations:
         """What was learned in windows before this one counts no more."""
         self.learned = tuple((number, seen) for number, seen in self.learned if number >= before)
 
-    def learn_from_replay(self, calls: Iterable[CallRecord], buffers: Mapping[int, Tensor], number: int) -> None:
+    def learn_from_replay(
+        self, calls: Iterable[tuple[CallRecord, Slot]], buffers: Mapping[int, Tensor], number: int
+    ) -> None:
         """The FP32 ranges of recorded calls enter the profile, so that no reader of a value that left a format casts
         to it either."""
         if self.graph is None:
             return
-        for record in calls:
+        for record, slot in calls:
             observer = StepObserver(limit=MONITOR_SAMPLE_LIMIT, sensitivities=False)
+            template, binding = record.binding.template, record.binding
+            origin, changes = template.flat.origin, slot.faults
             with torch.no_grad(), shadow(record):
-                template = record.binding.template
-                ObservingInterpreter(template.module, template.flat.origin, record.binding, observer).run(
-                    *shadow_arguments(record, buffers)
-                )
+                interpreter = ObservingInterpreter(template.module, origin, binding, observer, changes=changes)
+                interpreter.run(*shadow_arguments(record, buffers))
             self.learn(observer.harvest(self.graph.fingerprint), number)
 
 

@@ -352,6 +352,7 @@ class Event:
         kind: "calibrated", "planned", "promoted", "demoted", "released" (a format may be used again, and is not),
             "bad_step", "warning", "frozen", "unwrapped".
         op: the op concerned, or "".
+        role: the role of it that showed it, or "".
         was, now: formats before and after, or "".
         trigger: "overflow", "saturation", "nonfinite", ...
         evidence: one sentence with the measured figures.
@@ -360,6 +361,7 @@ class Event:
     step: int
     kind: str
     op: str = ""
+    role: str = ""
     was: str = ""
     now: str = ""
     trigger: str = ""

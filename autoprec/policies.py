@@ -19,7 +19,7 @@ from autoprec.checks import described
 from autoprec.errors import InputError, PolicyError, nearest
 from autoprec.formats import COMPUTE_FORMATS, STORAGE_FORMATS, Format, format_named
 from autoprec.graphs import Op, OpGraph, Role
-from autoprec.policy_schema import BUDGET, FORMAT_OR_NONE, given, some_of
+from autoprec.policy_schema import BUDGET, FORMAT, FORMAT_OR_NONE, given, some_of
 
 __all__ = [
     "Budget",
@@ -29,6 +29,7 @@ __all__ = [
     "Monitor",
     "Noise",
     "Policy",
+    "Raise",
     "Rule",
     "StorageOptions",
     "dotted",
@@ -257,6 +258,12 @@ class Guard(_Part):
         default="skip", description="A bad step changes nothing, or is an error."
     )
     patience_steps: int = Field(default=20, ge=1, description="So many bad steps in a row are an error.")
+    loss_spike: Literal["report", "skip"] = Field(
+        default="report", description="A loss far above the window's is told, or its step changes nothing either."
+    )
+    spike_sigmas: float = Field(
+        default=10.0, gt=0.0, description="How far: in spreads of the window's losses above their median."
+    )
 
 
 class LossScaling(_Part):
@@ -273,6 +280,37 @@ class LossScaling(_Part):
     growth: float = Field(default=2.0, gt=1.0, description="What the loss scale is multiplied by.")
     backoff: float = Field(default=0.5, gt=0.0, lt=1.0, description="What it is multiplied by after an overflow.")
     interval_steps: int = Field(default=2000, ge=1, description="So many good steps before it grows.")
+
+
+#: More steps than a float counts.
+_MOST_STEPS = 2**53
+
+
+class Raise(_Part):
+    """From some step on, no format with fewer bits than `to` for the ops that it matches."""
+
+    after: float = Field(
+        gt=0.0, description="Optimizer steps; below 1, a share of the planned ones (`compile(total_steps=…)`)."
+    )
+    match: str = Field(alias="raise", min_length=1, description="Glob on the dotted name of the module of an op.")
+    to: str = Field(json_schema_extra=FORMAT, description="The narrowest format from then on.")
+    roles: Many[Literal["output", "grad_input", "grad_weight"]] = Field(
+        default=(), description="Roles that it speaks of; none means all."
+    )
+
+    @validator("after", mode="before")
+    @classmethod
+    def _whole_steps(cls, value: Any) -> Any:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if number and value >= 1 and not (value <= _MOST_STEPS and value == int(value)):
+            raise _refused(f"must be a share below 1 or a whole number of steps, not {described(value)}")
+        return float(value) if number else value
+
+    @validator("to")
+    @classmethod
+    def _known_format(cls, name: str) -> str:
+        _implemented_format(name, COMPUTE_FORMATS, "is no format")
+        return name
 
 
 def _valid_budget(value: Any) -> Any:
@@ -332,6 +370,7 @@ class Policy(_Part):
     monitor: Monitor = Field(default=Monitor(), description="Observation while training.")
     guard: Guard = Field(default=Guard(), description="What happens on a non-finite gradient.")
     loss_scaling: LossScaling = Field(default=LossScaling(), description="The scale of FP16 gradients.")
+    schedule: Many[Raise] = Field(default=(), description="When precision is raised, whatever was planned.")
     scales: Literal["tensorwise", "rowwise"] = Field(
         default="tensorwise", description="What has a scale of its own in FP8: a tensor, or in linears each row."
     )
@@ -414,6 +453,7 @@ _PARTS: dict[str | int, type[_Part]] = {
     "monitor": Monitor,
     "guard": Guard,
     "loss_scaling": LossScaling,
+    "schedule": Raise,
 }
 _WANTED = {
     "bool_type": "true or false",
@@ -436,7 +476,8 @@ def policy_problems(error: ValidationError) -> Iterator[tuple[Location, str, boo
         if kind == "extra_forbidden":
             model = _PARTS.get(at[0], Policy) if len(at) > 1 else Policy
             hints += 1  # thousands would take a while
-            hint = nearest(str(at[-1])[:60], model.model_fields) if hints <= 100 else ""
+            keys = [field.alias or name for name, field in model.model_fields.items()]
+            hint = nearest(str(at[-1])[:60], keys) if hints <= 100 else ""
             yield at, f"unknown key {str(at[-1])[:60]!r}.{hint}", True
         elif kind == "missing":
             yield at[:-1], f"the key {at[-1]!r} is missing", False

@@ -7,7 +7,7 @@ from pydantic.config import JsonDict
 from autoprec.budgets import BUDGET_PATTERN, LARGEST_BUDGET_BYTES
 from autoprec.formats import COMPUTE_FORMATS, NAME_PATTERN
 
-__all__ = ["BUDGET", "FORMAT_OR_NONE", "given", "some_of"]
+__all__ = ["BUDGET", "FORMAT", "FORMAT_OR_NONE", "given", "some_of"]
 
 
 def _format(*names: str) -> JsonDict:
@@ -21,6 +21,7 @@ def some_of(names: tuple[str, ...], *, among_them: str | None = None) -> JsonDic
     return said if among_them is None else said | {"contains": {"const": among_them}}
 
 
+FORMAT: JsonDict = _format(*COMPUTE_FORMATS)
 FORMAT_OR_NONE: JsonDict = {"anyOf": [_format(*COMPUTE_FORMATS), {"type": "null"}]}
 
 

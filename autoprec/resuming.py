@@ -70,6 +70,8 @@ def _take(session: Session) -> RunState:
             parts=tuple(session._parts.names),
             events=tuple(session.events),
             events_before=session._log.before,
+            events_written=session._log.written,
+            losses=session._losses.known,
         ),
         calibration=observed.profile,
         window=observed.window,
@@ -94,9 +96,10 @@ def _give(session: Session, state: RunState) -> None:
     session._given_plan = False  # it ran before
     session._parts.capture(session.model, run.parts)
     if run.plan is not None:
-        session._adopt(run.plan)
+        session.adopt(run.plan)
     session._window_steps, observed.window = counts.window_steps, state.window
-    session._log.begin_with(run.events, run.events_before)
+    session._losses.known = run.losses
+    session._log.begin_with(run.events, run.events_before, run.events_written)
 
 
 def _identity(session: Session) -> dict[str, Any]:

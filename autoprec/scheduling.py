@@ -21,11 +21,11 @@ from autoprec.graphs import OpGraph
 from autoprec.numerics.dtypes import native_formats
 from autoprec.observing import Observations
 from autoprec.planning.contest import adopt, runners
-from autoprec.planning.planner import ask, by_prediction, propose, uniform_plan
+from autoprec.planning.planner import ask, by_prediction, fp32_totals, propose, resolve_budget, uniform_plan
 from autoprec.planning.problem import fixed_bytes, optimizer_bytes
 from autoprec.planning.proposals import Proposals, Question
 from autoprec.plans import Assignment, Measurement, Plan
-from autoprec.policies import Policy, parse_budget
+from autoprec.policies import Budget, Policy, parse_budget
 from autoprec.profiles import Profile
 
 __all__ = ["Scheduler"]
@@ -151,25 +151,60 @@ class Scheduler:
         self,
         budget_bytes: int | None,
         living: Mapping[str, str] | None = None,
-        banned: frozenset[tuple[str, str]] = frozenset(),
+        banned: frozenset[tuple[str, ...]] = frozenset(),
     ) -> Question:
         _, graph, profile = self._seen()
         assert self.device is not None
         return ask(graph, profile, self.device, self.policy, budget_bytes=budget_bytes, banned=banned, living=living)
 
-    def plan_again(self, before: Plan, banned: frozenset[tuple[str, str]]) -> tuple[Plan, str]:
-        """The plan without the (op id, format) pairs that may not be, and "" or why it does not keep the budgets: the
-        promoted ops then run in FP32 and all else stays."""
+    def bytes_of(self, budget: Budget | None) -> int | None:
+        """A budget in bytes."""
+        _, graph, profile = self._seen()
+        assert self.device is not None
+        return (
+            None
+            if budget is None
+            else resolve_budget(budget, graph, fp32_totals(graph, profile, self.device, self.policy))
+        )
+
+    def solve_again(
+        self, before: Plan, budget_bytes: int | None, banned: frozenset[tuple[str, ...]], tournament: Tournament
+    ) -> tuple[Plan, str]:
+        """The plan without the (op id, format) and (op id, format, role) that may not be, and "" or by how much it
+        breaks the budget. With a step to replay its peak is measured, and it is made again for less while that breaks
+        the budget.
+
+        Raises `InfeasibleError` if no plan keeps the budget by its prediction.
+        """
+        question = self._question(budget_bytes, before.living, banned)
+        fastest = None if before.adopted is None else before.adopted.name
+        proposals = propose(question, advise=False)
+        plan, limit, excess = by_prediction(proposals, prefer=fastest), question.budget_bytes, 0
+        for _ in range(_TIGHTENINGS):
+            excess = 0 if limit is None or tournament.empty else _peak(proposals, plan, tournament) - limit
+            if limit is None or excess <= 0 or plan.predicted is None:
+                break
+            told = min(proposals.problem.budget_bytes or limit, plan.predicted.peak_bytes)
+            try:
+                proposals = propose(question.under(told - excess), advise=False)
+            except InfeasibleError:
+                break
+            plan = replace(by_prediction(proposals, prefer=fastest), budget_bytes=limit)
+        return (
+            plan,
+            "" if excess <= 0 else f"the measured peak exceeds the budget by {excess} bytes; no plan takes less",
+        )
+
+    def plan_again(self, before: Plan, banned: frozenset[tuple[str, ...]], tournament: Tournament) -> tuple[Plan, str]:
+        """The plan without what may not be, and "" or why it does not keep the budgets: the promoted ops then run in
+        FP32 and all else stays."""
         try:
             if self._observed.profile is None or self.device is None:
                 raise InfeasibleError("the plan came from a file, without the profile that it was made from")
-            question = self._question(before.budget_bytes, before.living, banned)
-            fastest = None if before.adopted is None else before.adopted.name
-            plan = by_prediction(propose(question, advise=False), prefer=fastest)
+            return self.solve_again(before, before.budget_bytes, banned, tournament)
         except InfeasibleError as error:
             told = f"the promoted ops run in fp32 outside the budgets: {error}"
             return _without(self.given or before, banned), told
-        return plan, ""
 
 
 #: How often a plan whose measured peak breaks the budget is made again for a smaller one.
@@ -207,6 +242,14 @@ def _contest(proposals: Proposals, tournament: Tournament) -> Plan:
                 f" for the one that was predicted to take {predicted.peak_bytes}"
             )
     return plan
+
+
+def _peak(proposals: Proposals, plan: Plan, tournament: Tournament) -> int:
+    """Measured on a replayed step, in the units of the plan's totals."""
+    problem = proposals.problem
+    same = (p for p in proposals.all if proposals.decisions(p.solution).fingerprint == plan.fingerprint)
+    chosen = next(same, proposals.best).solution.choice.options
+    return problem.fixed_bytes + problem.frozen_bytes(chosen) + tournament.peak_of(plan)
 
 
 def _excess_bytes(proposals: Proposals, measured: Mapping[str, Measurement], budget: int | None) -> int:
@@ -275,13 +318,14 @@ def cuda_devices(device_type: str) -> list[int]:
     return [torch.cuda.current_device()] if device_type == "cuda" else []
 
 
-def _without(plan: Plan, banned: frozenset[tuple[str, str]]) -> Plan:
-    """The plan with banned (op, format) pairs in FP32, outside every region."""
+def _without(plan: Plan, banned: frozenset[tuple[str, ...]]) -> Plan:
+    """The plan with banned (op, format) and (op, format, role) in FP32, outside every region."""
 
     def fix(a: Assignment) -> Assignment:
-        return replace(a, format="fp32", reason="promoted") if (a.op, a.format) in banned else a
+        is_banned = (a.op, a.format) in banned or (a.op, a.format, str(a.role)) in banned
+        return replace(a, format="fp32", reason="promoted") if is_banned else a
 
-    left = {op for op, fmt in banned if fmt == "fp16"}
+    left = {pair[0] for pair in banned if pair[1] == "fp16"}
     kept = [(r, tuple(op for op in r.ops if op not in left)) for r in plan.regions]
     regions = tuple(replace(r, ops=ops) for r, ops in kept if ops)
     return replace(plan, assignments=tuple(fix(a) for a in plan.assignments), regions=regions)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autoprec import refusals
 from autoprec.devices import Device
@@ -23,23 +24,27 @@ from autoprec.errors import InputError, NonFiniteError, NotCapturedError
 from autoprec.events import EventLog
 from autoprec.execution import dispatch
 from autoprec.execution.attribution import investigate
+from autoprec.execution.faults import Fault
 from autoprec.execution.freezing import FrozenParameters
 from autoprec.execution.lowering import Backend, Lowering
 from autoprec.execution.replay import CallRecord, in_backward, keep_gradients, record_call
 from autoprec.execution.slots import Slot
 from autoprec.execution.stepping import StepGuard
-from autoprec.execution.tournament import Tournament
 from autoprec.graphs import OpGraph
+from autoprec.loss_watch import LossWatch
 from autoprec.observing import Observations, describe_graph
 from autoprec.parts import Parts
 from autoprec.plans import Event, Plan
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
 from autoprec.provisional import Provisional
+from autoprec.replanning import Replanning, replan
 from autoprec.resuming import Resumable
+from autoprec.schedules import Schedule
 from autoprec.scheduling import Scheduler, cuda_devices
 from autoprec.stability import Stability
 from autoprec.tracing.bindings import Binding, SiteRegister, bind
+from autoprec.tracing.checkpoints import Change
 from autoprec.tracing.templates import Template
 
 __all__ = ["Session", "session_of"]
@@ -59,7 +64,7 @@ def session_of(model: nn.Module) -> Session:
     return found
 
 
-class Session(Resumable):
+class Session(Replanning, Resumable):
     """The state of one compiled model's run. Made by `autoprec.compile`.
 
     Attributes:
@@ -67,6 +72,7 @@ class Session(Resumable):
         plan: what runs now; None while calibrating.
         steps: optimizer steps completed, bad ones not counted.
         lowering: how graphs run, and what was compiled for it.
+        faults: what is put into steps on purpose (`autoprec.testing.inject`).
         step_was_skipped: whether the last step was vetoed; for learning-rate schedulers.
     """
 
@@ -80,6 +86,7 @@ class Session(Resumable):
         device: Device | None,
         events_path: Path | None,
         backend: Backend = "eager",
+        total_steps: int | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self.lowering = Lowering(backend)
@@ -104,14 +111,17 @@ class Session(Resumable):
             lambda s: describe_graph(s, self.model, self._parameters, self._slots.values(), self.lowering, self._calls)
         )
         self._scheduler = Scheduler(self.policy, device, self._device_type, self._observed, given=plan)
+        self._schedule = Schedule.of(self.policy, total_steps)
         self._stability = Stability(self.policy, self._observed)
         self._provisional = Provisional(self._scheduler, self._device_type)
         self._window_steps = self._bad_in_row = 0
         self._up_front = self._entered = self._sites_settled = False
+        self._losses = LossWatch(self.policy.guard)
         self._parts = Parts(self)
         self._calls: deque[CallRecord] = deque(maxlen=_MOST_CALLS)
         self._ran: set[Slot] = set()
         self._incident = ""
+        self.faults: list[Fault] = []
         dispatch.adopt(list(self._parameters.values()), self)
         dispatch.install(model, self)
         self._guard = StepGuard(model, self._parameters, self)
@@ -216,6 +226,8 @@ class Session(Resumable):
     def _run_training(self, slot: Slot, arguments: Sequence[Any]) -> Any:
         if self._guard.begin():
             self._begin_step()
+        if self.faults and slot not in self._ran:
+            slot.faults = self._faults_in(slot.binding)
         self._ran.add(slot)
         self._guard.covered.update(slot.binding.parameters.values())
         if self._device_type == "cpu" and not self._guard.watch.bad and all(c.returned >= 0 for c in self._calls):
@@ -225,8 +237,16 @@ class Session(Resumable):
         if self.calibrating and (told := self._provisional.weigh(slot, arguments, self._guard.optimizer_bytes)):
             self._log.add_once(self.steps, "warning", trigger="memory", evidence=told)
         outputs, how = self._observed.run(slot, arguments), self._observed.how_to_note(slot.binding)
+        self._losses.look(outputs)
         keep_gradients(record, outputs, self._guard.covered, slot.binding.parameters, **how)
         return outputs
+
+    def _faults_in(self, binding: Binding) -> dict[fx.Node, Change]:
+        attempt = self.steps + self.skipped_steps
+        asked = [
+            (op.node, f.change(op, self.plan, attempt, self._parameters)) for op in binding.ops for f in self.faults
+        ]
+        return {node: change for node, change in asked if change is not None}
 
     def _begin_step(self) -> None:
         """The first training forward after a boundary: is this step observed?"""
@@ -248,6 +268,15 @@ class Session(Resumable):
         `step_was_skipped` tells afterwards whether the gradients were bad: then do not apply them.
         """
         self._guard.end_by_hand()
+
+    def note_loss(self, loss: Tensor | float) -> None:
+        """Tell the loss of the step in progress, where the model does not return it: spikes are told against the
+        spread of a window, or vetoed (`guard.loss_spike` of the policy). Of several in a step the mean counts."""
+        self._losses.note(loss)
+
+    def loss_is_off(self) -> bool:
+        """Whether the step's loss is a spike, and the policy vetoes those (called by the guard)."""
+        return self._losses.is_off()
 
     def before_first_update(self, missed: list[str], *, scaled: bool | None) -> None:
         """Every parameter with a fresh gradient must have gone through a captured graph (called by the guard)."""
@@ -271,31 +300,43 @@ class Session(Resumable):
             self._incident = "another model that the same optimizer steps had non-finite gradients"
             self._event("bad_step", trigger="nonfinite", evidence=self._incident)
             return
+        if not self._guard.found_bad() and (told := self._losses.off):
+            self._incident = told
+            self._event("bad_step", trigger="loss_spike", evidence=told)
+            return
         calls, buffers = list(self._calls), self._guard.buffers.values()
         incident = investigate(calls, list(self._slots.values()), buffers, sorted(self._guard.watch.bad))
+        if incident.trigger == "corruption" and self._log.has("bad_step", op=incident.op, trigger="corruption"):
+            incident = replace(incident, trigger="overflow")  # bits do not flip twice in one place
         self._incident = incident.evidence
-        trigger = "overflow" if incident.cause else "nonfinite"
-        self._event("bad_step", op=incident.op, was=incident.cause, trigger=trigger, evidence=incident.evidence)
-        if incident.cause and self.plan is not None:
-            self._stability.overflowed(incident.op, incident.cause, calls, buffers)
-            told = {"op": incident.op, "was": incident.cause, "evidence": f"{incident.evidence}; finite in fp32"}
-            self._event("promoted", trigger="overflow", **told)
-            self._replan()
+        around = "".join(f"; {line}" for line in incident.neighbours)
+        told = {"op": incident.op, "role": incident.role, "was": incident.cause, "trigger": incident.trigger}
+        self._event("bad_step", **told, evidence=f"{incident.evidence}{around}")
+        if incident.trigger == "overflow" and self.plan is not None:
+            slots = {id(slot.binding): slot for slot in self._slots.values()}
+            ran = [(record, slots[id(record.binding)]) for record in calls]
+            self._stability.overflowed(incident.op, incident.cause, ran, buffers)
+            self._event("promoted", **told, evidence=f"{incident.evidence}; finite in fp32")
+            replan(self)
         if self.policy.guard.nonfinite == "raise":
             raise NonFiniteError(f"step {self.steps}: {self._incident}; parameters are unchanged")
 
     def on_end(self, *, bad: bool) -> None:
         """Count the step, take its observations, plan at the end of calibration (called by the guard)."""
         self._entered, self.step_was_skipped = False, bad
+        for slot in self._ran:
+            slot.faults = {}
         if bad:
             self.skipped_steps += 1
             self._bad_in_row += 1
+            self._losses.drop()
             self._observed.drop()
         else:
             self.steps += 1
             self._bad_in_row = 0
+            self._losses.keep(self.steps)
             self._observed.keep(calibrating=self.calibrating)
-            self._plan_or_judge()
+            self.plan_or_judge()
         self._calls.clear()
         if self._bad_in_row >= self.policy.guard.patience_steps:
             raise NonFiniteError(
@@ -314,68 +355,6 @@ class Session(Resumable):
         self._guard.watch.fresh.clear()
         self._observed.drop()
         return True
-
-    # Calibration, planning, monitoring -------------------------------------------------------------------------
-
-    def _plan_or_judge(self) -> None:
-        """At the end of a good step: is calibration over, is a window over?"""
-        if self.calibrating:
-            if self._observed.steps >= self.policy.calibration.steps:
-                self._plan_in_the_loop()
-        elif self.steps - self._window_steps >= self.policy.monitor.window_steps:
-            self._judge_window()
-
-    def _plan_in_the_loop(self) -> None:
-        """An error is raised once; a loop that goes on does so in FP32, with the guard."""
-        try:
-            self.make_plan()
-        except Exception as error:  # raised again, whatever it is: without a plan it would come at every step
-            self._adopt(Plan(assignments=(), binding=f"no plan: {error}", policy=self.policy.name))
-            self._event("warning", trigger="no_plan", evidence=f"{error}; everything stays in fp32")
-            raise
-
-    def make_plan(self) -> Plan:
-        """Plan from what calibration recorded, and run it from the next step on.
-
-        Raises `InputError` if nothing was observed yet, `InfeasibleError` if no plan keeps the budgets.
-        """
-        buffers, loss_bytes = self._guard.buffers.values(), self._observed.loss_bytes
-        tournament = Tournament(self._calls, buffers, self._device_type, self.lowering, loss_bytes)
-        plan = self._scheduler.first_plan(self._guard.optimizer_bytes, tournament)
-        self._adopt(plan)
-        self._event("planned", evidence=f"{', '.join(plan.formats_used()) or 'fp32'}; binding: {plan.binding}")
-        return plan
-
-    def measure_device(self) -> Device:
-        """Time every distinct op in the policy's formats, once. Raises `InputError` if nothing was observed yet."""
-        return self._scheduler.measure_device()
-
-    def _adopt(self, plan: Plan) -> None:
-        self._frozen.adopt(plan)
-        self.plan, self._window_steps = plan, self.steps
-        self._observed.take_window()  # a window is of one plan: gradients carry the scales of its regions
-        for slot in self._slots.values():
-            slot.adopt(plan, self._device_type)
-
-    def _judge_window(self) -> None:
-        self._window_steps = self.steps
-        if (turn := self._stability.window_over(self.plan)) is None or not (turn.banned or turn.lifted):
-            return
-        for v in turn.banned:
-            self._event("promoted", op=v.op, was=v.format, trigger=v.trigger, evidence=v.evidence)
-        for b in turn.lifted:
-            evidence = f"well in {b.format} for {b.well} windows, after {b.trigger}"
-            self._event("demoted", op=b.op, now=b.format, trigger="quiet", evidence=evidence)
-        self._replan()
-
-    def _replan(self) -> None:
-        """Solve again without what is banned now."""
-        assert (before := self.plan) is not None
-        plan, shortfall = self._scheduler.plan_again(before, self._stability.floors.banned)
-        if shortfall:
-            self._event("warning", trigger="budget", evidence=shortfall)
-        self._adopt(plan)
-        self._log.settle(before, plan)
 
     def _event(self, kind: str, **fields: str) -> None:
         self._log.add(self.steps, kind, **fields)

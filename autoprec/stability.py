@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
 from autoprec.execution.replay import CallRecord
+from autoprec.execution.slots import Slot
 from autoprec.floors import Floors, Trends, Turn
 from autoprec.monitoring.judging import Judge
 from autoprec.observing import Observations
@@ -41,6 +43,7 @@ class Stability:
         before, gradients = self._observed.profile, self._policy.loss_scaling.mode != "global"
         judge = Judge(plan, graph, window, limits, before=before, trends=self.trends, gradients=gradients)
         turn = self.floors.after(judge.verdicts(), judge.is_well, limits.cooldown_windows)
+        turn = replace(turn, incidents=judge.incidents(), figures=judge.figures())
         self.floors = turn.floors
         if turn.banned:
             self._observed.learn(window, self.floors.windows)
@@ -49,7 +52,9 @@ class Stability:
             self._observed.forget(min(standing, default=self.floors.windows + 1))
         return turn
 
-    def overflowed(self, op: str, format_name: str, calls: Iterable[CallRecord], buffers: Mapping[int, Tensor]) -> None:
+    def overflowed(
+        self, op: str, format_name: str, calls: Iterable[tuple[CallRecord, Slot]], buffers: Mapping[int, Tensor]
+    ) -> None:
         """A format overflowed in a step that was bad: of these calls."""
         self.floors = self.floors.with_ban(op, format_name, "overflow")
         self._observed.learn_from_replay(calls, buffers, self.floors.windows)

@@ -10,6 +10,7 @@ from autoprec.devices import Device
 from autoprec.errors import StateError
 from autoprec.floors import Floors, Trends
 from autoprec.graphs import OpGraph
+from autoprec.losses import Losses
 from autoprec.plans import Event, Plan
 from autoprec.profiles import Profile
 
@@ -45,7 +46,9 @@ class Run:
         plan: what runs; None while calibrating.
         given: the plan that the session was made with.
         parts: modules that are captured on their own.
-        events: everything that happened; `events_before`: lines that the file of events had before.
+        events: everything that happened; `events_before`: lines that the file of events had before, and
+            `events_written`: that the run has written.
+        losses: of the window in progress, and the spread of the one before.
     """
 
     parameters: tuple[tuple[str, str], ...]
@@ -62,10 +65,13 @@ class Run:
     parts: tuple[str, ...] = ()
     events: tuple[Event, ...] = ()
     events_before: int = 0
+    events_written: int = 0
+    losses: Losses = Losses()
 
     def __post_init__(self) -> None:
         check_unique([name for name, _ in self.parameters], "the parameter", StateError, "parameters")
         check_amount(self.events_before, "events_before", StateError, "events_before")
+        check_amount(self.events_written, "events_written", StateError, "events_written")
         check_text(self.policy_fingerprint, "policy_fingerprint", StateError, "policy_fingerprint")
 
 

@@ -21,6 +21,7 @@ from autoprec.graphs import Role
 from autoprec.numerics.frozen import NarrowParameter, narrow, widen
 from autoprec.numerics.packing import decode, encode
 from autoprec.plans import Assignment, Plan, Storage
+from autoprec.replanning import replan
 from autoprec.serial import load_policy, read_plan, write_plan
 
 NARROW = ["bf16", "fp8_e4m3"]
@@ -365,7 +366,7 @@ def test_a_promotion_leaves_it_where_it_lives() -> None:
     compiled(model, batches, "bf16")
     session, living = autoprec.session(model), narrow_of(model)
     session._stability.overflowed("head:linear#0", "bf16", (), {})
-    session._replan()
+    replan(session)
     assert narrow_of(model) == living and session.plan.living["param:head.weight"] == "bf16"
     loss_of(model, batches[0]).backward()
 

@@ -27,6 +27,8 @@ FLOORS = {
     "plans": 1,
     "floors": 1,
     "states": 1,
+    "losses": 1,
+    "schedules": 1,
     "planning": 2,
     "reporting": 2,
     "serial": 2,
@@ -41,6 +43,8 @@ FLOORS = {
     "refusals": 5,
     "scheduling": 5,
     "stability": 5,
+    "replanning": 5,
+    "loss_watch": 5,
     "parts": 5,
     "resuming": 5,
     "provisional": 5,
@@ -48,6 +52,7 @@ FLOORS = {
     "api": 5,
     "scaler": 5,
     "dynamic": 5,
+    "testing": 5,
     "demo": 6,
     "cli": 6,
 }
@@ -206,7 +211,7 @@ def test_lint_and_types() -> None:
 
 #: Floors 0 to 2.
 TYPED = ("errors.py", "formats.py", "graphs.py", "profiles.py", "devices.py", "budgets.py",
-         "policies.py", "plans.py", "floors.py", "states.py", "serial",
+         "policies.py", "plans.py", "floors.py", "states.py", "losses.py", "schedules.py", "serial",
          "planning", "reporting")  # fmt: skip
 
 

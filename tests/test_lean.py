@@ -105,7 +105,7 @@ def test_a_plan_in_bf16_uses_them_and_draws_what_the_model_draws() -> None:
     )
     held = {}
     for name, plan in (("as written", Plan(assignments=())), ("bf16", narrow)):
-        session._adopt(plan)
+        session.adopt(plan)
         torch.manual_seed(1)
         assert torch.equal(model(x) == 0, dropped)
         held[name] = saved_bytes(lambda: model(x), exclude=[x, *model.parameters()])

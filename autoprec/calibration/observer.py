@@ -27,7 +27,7 @@ from autoprec.numerics.histograms import SAMPLE_LIMIT, Sample, histogram, sample
 from autoprec.profiles import LossProfile, Profile, RangeHistogram, TensorProfile, WeightProfile
 from autoprec.rewriting.calls import With
 from autoprec.tracing.bindings import Binding, OpNode
-from autoprec.tracing.checkpoints import GraphInterpreter
+from autoprec.tracing.checkpoints import Change, GraphInterpreter
 from autoprec.tracing.gemms import gemm_arguments
 from autoprec.tracing.kinds import returns_float32
 
@@ -236,8 +236,9 @@ class ObservingInterpreter(GraphInterpreter):
         observer: StepObserver,
         *,
         rewritten: bool = False,
+        changes: Mapping[fx.Node, Change] | None = None,
     ) -> None:
-        super().__init__(module, origin)
+        super().__init__(module, origin, changes)
         self.binding, self.observer, self.rewritten = binding, observer, rewritten
         self.op_of = binding.op_of
         self.structure = None if rewritten and observer.sensitivities else observer.structure

@@ -19,6 +19,7 @@ from autoprec.formats import format_named
 from autoprec.graphs import Role
 from autoprec.plans import Plan
 from autoprec.policies import Policy, StorageOptions
+from autoprec.testing import watching
 
 __all__ = ["Watch", "grow_a_layer", "largest_result"]
 
@@ -106,39 +107,17 @@ def largest_result(model: nn.Module, layer: str, images: Tensor) -> float:
 
 
 class Watch:
-    """Takes steps, and compares every bit of the state before and after those whose gradients were not finite."""
+    """Takes steps, and counts those whose gradients were not finite and what they changed."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
+        self._model, self._watch = model, watching.Watch(model, optimizer)
         self.losses: list[float] = []
         self.bad_steps = self.bad_updates = self.good_steps_in_row = 0
 
     def step(self, task: Task, batch: Batch) -> None:
         """One step of a plain training loop, watched."""
-        before = self._state()
-        loss = task.loss(self._model, batch)
-        self._optimizer.zero_grad()
-        loss.backward()
-        bad = any(p.grad is not None and not bool(p.grad.isfinite().all()) for p in self._model.parameters())
-        self._optimizer.step()
-        self.losses.append(loss.item())
-        after = self._state()
-        self.bad_steps += bad
-        self.good_steps_in_row = 0 if bad else self.good_steps_in_row + 1
-        changed = bad and not _same_bits(before, after)
-        self.bad_updates += changed or not all(bool(x.isfinite().all()) for x in after.values())
-
-    def _state(self) -> dict[str, Tensor]:
-        """Copies of parameters, buffers and the optimizer's state."""
-        found: dict[str, Tensor] = {f"parameter {n}": p for n, p in self._model.named_parameters()}
-        found |= {f"buffer {n}": b for n, b in self._model.named_buffers()}
-        for i, state in enumerate(self._optimizer.state.values()):
-            found |= {f"state {i} {n}": v for n, v in state.items() if isinstance(v, Tensor)}
-        return {name: x.detach().clone() for name, x in found.items()}
-
-
-def _same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """NaN equals NaN here, and 0.0 does not equal −0.0."""
-    return a.keys() == b.keys() and all(
-        torch.equal(x.reshape(-1).view(torch.uint8), b[name].reshape(-1).view(torch.uint8)) for name, x in a.items()
-    )
+        seen = self._watch.step(lambda: task.loss(self._model, batch))
+        self.losses.append(seen.loss)
+        self.bad_steps += seen.bad
+        self.good_steps_in_row = 0 if seen.bad else self.good_steps_in_row + 1
+        self.bad_updates += bool(seen.changed)

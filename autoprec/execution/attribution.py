@@ -1,83 +1,184 @@
-"""Whose fault is a bad step: the first offender, and whether a narrow format is to blame."""
+"""Whose fault is a bad step: the op at which it began, and whether its format is to blame.
+
+The calls of the step are replayed as they ran and, where that is not finite, as captured (FP32). The op to name is the
+first whose numbers leave those of FP32 behind. Its format is to blame if FP32's numbers there are beyond it; if they
+are not, and the op is a product, what it read was not what the master weight says: a bit flipped in the cast.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from autoprec.execution.replay import CallRecord, Offence, first_offence
+from autoprec.execution.looking import Extent, Look, Offence, look_at
+from autoprec.execution.replay import CallRecord
 from autoprec.execution.slots import Slot
-from autoprec.graphs import Role
+from autoprec.formats import format_named
+from autoprec.graphs import OpClass, Role
 from autoprec.plans import Plan
 from autoprec.tracing.bindings import Binding
 
 __all__ = ["Incident", "investigate"]
 
+#: Numbers so many times those of FP32 are others: rounding, of FP8 too, does not double a tensor's largest element
+#: often, and what overflows or was corrupted is beyond any factor.
+_ASTRAY = 8.0
+
+#: An FP32 run's largest number may differ from the rounded run's by so much, when it is asked whether it left a format.
+_NEARLY = 0.5
+
+#: Ops before and after the named one whose ranges are told.
+_NEIGHBOURS = 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """What a bad step came from. `cause` is the narrow format to blame, "" where FP32 fails as well."""
+    """What a bad step came from.
+
+    Attributes:
+        op: where it began, "" where no replay shows it.
+        trigger: "overflow" of a format, which `cause` names; "corruption", what FP32 does not explain;
+            "nonfinite", where FP32 fails as well.
+        role: "output", or "grad_input" where it began in the backward pass.
+        neighbours: for people, a line for the op and each of those around it: format, largest number as it ran and in
+            FP32, and what the format holds.
+    """
 
     op: str
-    cause: str
+    trigger: str
     evidence: str
+    cause: str = ""
+    role: str = ""
+    neighbours: tuple[str, ...] = ()
 
 
 def investigate(
     calls: Sequence[CallRecord], slots: Sequence[Slot], buffers: Mapping[int, Tensor], bad: Sequence[str]
 ) -> Incident:
-    """Replay the calls of the step, as they ran and, where that fails, as captured (FP32).
-
-    `bad` names the parameters whose gradients were not finite, for when no replay shows an offender.
-    """
+    """Replay the calls of the step. `bad` names the parameters whose gradients were not finite, for when no replay
+    shows an offender."""
     what = f"non-finite gradient of {', '.join(bad[:3]) or 'a parameter'}"
-    try:
-        found, cause = _first(calls, slots, buffers)
-    except RuntimeError as error:  # naming the culprit must not end a run that the veto has saved
-        return Incident(op="", cause="", evidence=f"{what}; the replay that names the op failed: {error}"[:500])
-    if found is None:
-        return Incident(op="", cause="", evidence=what)
-    what = "result" if found.where == "forward" else "gradient"
-    origin = "its inputs were finite" if found.inputs_finite else "what it was given was not finite already"
-    evidence = (
-        f"{found.op}: {found.nonfinite} of {found.elements} elements of its {what} are not finite; {origin},"
-        f" largest input {found.amax:.4g}"
-    )
-    return Incident(op=found.op, cause=cause, evidence=evidence)
-
-
-def _first(
-    calls: Sequence[CallRecord], slots: Sequence[Slot], buffers: Mapping[int, Tensor]
-) -> tuple[Offence | None, str]:
     by_binding = {id(slot.binding): slot for slot in slots}
-    for record in calls:
-        slot = by_binding[id(record.binding)]
-        found = first_offence(record, slot.module, slot.origin, buffers)
-        if found is None:
-            continue
-        if slot.rewritten is None or slot.plan is None:
-            return found, ""
-        template = record.binding.template
-        plain = first_offence(record, template.module, template.flat.origin, buffers)
-        if plain is not None and plain.op == found.op:
-            return found, ""
-        return _blame(found, record.binding, slot.plan)
-    return None, ""
+    narrow = False
+    try:
+        for record in calls:
+            slot = by_binding[id(record.binding)]
+            narrow = narrow or slot.rewritten is not None
+            if (found := _of_call(record, slot, buffers)) is not None:
+                return found
+    except RuntimeError as error:  # naming the culprit must not end a run that the veto has saved
+        told = f"{what}; the replay that names the op failed: {error}"[:500]
+        return Incident(op="", trigger="nonfinite", evidence=told)
+    if not calls or not narrow or not _has_gradients(calls):
+        return Incident(op="", trigger="nonfinite", evidence=what)
+    told = (
+        f"{what}; the same step, run again, is finite: the gradient was changed outside of the captured graph, or a"
+        " fault has passed, such as a flipped bit"
+    )
+    return Incident(op="", trigger="nonfinite", evidence=told)
 
 
-def _blame(found: Offence, binding: Binding, plan: Plan) -> tuple[Offence, str]:
-    """The offender itself, or the nearest op before it, that runs in a narrow format."""
+def _has_gradients(calls: Sequence[CallRecord]) -> bool:
+    """Whether the whole backward pass could be replayed."""
+    return all(record.output_gradients for record in calls)
+
+
+def _of_call(record: CallRecord, slot: Slot, buffers: Mapping[int, Tensor]) -> Incident | None:
+    seen = look_at(record, slot.module, slot.origin, buffers, slot.faults)
+    if (found := seen.offence) is None:
+        return None
+    if slot.rewritten is None or slot.plan is None:
+        return _told(found, "nonfinite", "", seen, seen, None)
+    template = record.binding.template
+    plain = look_at(record, template.module, template.flat.origin, buffers, slot.faults)
+    if plain.offence is not None and plain.offence.op == found.op:
+        return _told(found, "nonfinite", "", seen, plain, slot.plan)
+    op = _first_astray(found, seen, plain) or found.op
+    op, cause = _blame(op, record.binding, slot.plan)
+    if not cause:
+        return _told(found, "nonfinite", "", seen, plain, slot.plan)
+    trigger = "overflow" if _explained(op, cause, found.where, plain, record.binding, slot.plan) else "corruption"
+    return _told(found, trigger, cause, seen, plain, slot.plan, op)
+
+
+def _first_astray(found: Offence, seen: Look, plain: Look) -> str:
+    """Of the ops up to the offender, the first with a result that is far from FP32's; in the backward pass, the first
+    that it came to. "" if none is."""
+    ids = list(seen.extents)
+    if found.where == "forward":
+        for op in ids[: ids.index(found.op) + 1]:
+            ours, theirs = seen.extents[op], plain.extents.get(op, Extent())
+            if (ours.nonfinite and not theirs.nonfinite) or ours.result > _ASTRAY * theirs.result > 0.0:
+                return op
+    return ""
+
+
+def _blame(op: str, binding: Binding, plan: Plan) -> tuple[str, str]:
+    """The op, or the nearest before it, that runs in a narrow format, and that format."""
     ops = {op.id: op for op in binding.ops}
     producer = {t: op.id for op in binding.ops for t in op.outputs}
-    queue, seen = [found.op], set()
+    queue, seen = [op], set()
     while queue:
         op_id = queue.pop(0)
         seen.add(op_id)
         for role in Role:
             fmt = plan.format_of.get((op_id, role), "fp32")
             if fmt != "fp32":
-                return replace(found, op=op_id), fmt
+                return op_id, fmt
         queue += [producer[t] for _, t in ops[op_id].inputs if t in producer and producer[t] not in seen]
-    return found, ""
+    return op, ""
+
+
+def _explained(op_id: str, fmt: str, where: str, plain: Look, binding: Binding, plan: Plan) -> bool:
+    """Whether FP32's numbers at the op are beyond the format. Only a product with a parameter is asked: what other ops
+    have inside (the logits of attention) nobody sees."""
+    op = next(o for o in binding.ops if o.id == op_id)
+    if op.op_class is not OpClass.GEMM or not op.weights or plain.offence is not None:
+        return True
+    extent = plain.extents.get(op_id, Extent())
+    largest = max(extent.result, extent.read)
+    if where == "backward":
+        scale = max((r.scale_log2 for r in plan.regions if op_id in r.ops), default=0)
+        largest = max(largest, math.ldexp(max(extent.gradient, extent.arriving), scale))
+    return largest >= _NEARLY * format_named(fmt).max_value
+
+
+def _told(
+    found: Offence, trigger: str, cause: str, seen: Look, plain: Look, plan: Plan | None, op: str = ""
+) -> Incident:
+    what = "result" if found.where == "forward" else "gradient"
+    origin = "its inputs were finite" if found.inputs_finite else "what it was given was not finite already"
+    if found.where == "backward" and not seen.entered_finite:
+        origin = "the gradient that came from outside of the graph, from the loss, was not finite already"
+    op = op or found.op
+    evidence = (
+        f"{found.op}: {found.nonfinite} of {found.elements} elements of its {what} are not finite; {origin},"
+        f" largest input {found.amax:.4g}"
+    )
+    if op != found.op:
+        evidence = f"began at {op}; {evidence}"
+    if trigger == "corruption":
+        extent = plain.extents.get(op, Extent())
+        evidence += (
+            f"; in fp32 its largest number is {max(extent.result, extent.read, extent.gradient):.4g}, which {cause}"
+            f" holds ({format_named(cause).max_value:.6g}): no overflow, but a weight that is not its master's cast"
+        )
+    role = Role.OUTPUT if found.where == "forward" else Role.GRAD_INPUT
+    lines = _neighbours(op, what, seen, plain, plan)
+    return Incident(op=op, trigger=trigger, evidence=evidence, cause=cause, role=role, neighbours=lines)
+
+
+def _neighbours(op: str, what: str, seen: Look, plain: Look, plan: Plan | None) -> tuple[str, ...]:
+    ids, lines = list(seen.extents), []
+    at = ids.index(op) if op in ids else 0
+    for name in ids[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS + 1]:
+        fmt = "fp32" if plan is None else plan.format_of.get((name, Role.OUTPUT), "fp32")
+        ours, theirs = seen.extents[name], plain.extents.get(name, Extent())
+        lost = ours.nonfinite if what == "result" else ours.nonfinite_gradient
+        a, b = (ours.result, theirs.result) if what == "result" else (ours.gradient, theirs.gradient)
+        told = f"{name} {fmt}: {what} up to {a:.4g}, in fp32 {b:.4g}, of {format_named(fmt).max_value:.4g}"
+        lines.append(f"{told}; {lost} not finite" if lost else told)
+    return tuple(lines)

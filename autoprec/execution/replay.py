@@ -1,14 +1,14 @@
 """Replaying a recorded call in the shadow: `.grad`, buffers and random state stay bitwise as they were.
 
 The arguments of a call are kept by reference, with the random state at its start and the gradients that entered its
-outputs. Used to find the first op whose result, or whose gradient, is not finite.
+outputs.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,26 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import _disable_current_modes
 
 from autoprec.execution.measuring import mark_gradient, mark_outputs
-from autoprec.tracing.bindings import Binding, OpNode
-from autoprec.tracing.checkpoints import GraphInterpreter
+from autoprec.tracing.bindings import Binding
 
 __all__ = [
     "CallRecord",
-    "Offence",
-    "first_offence",
     "in_backward",
     "keep_gradients",
     "record_call",
     "shadow",
     "shadow_arguments",
 ]
-
-#: Kinds whose job is to write non-finite values.
-_MASKING = {"masked_fill", "where", "full", "full_like", "new_full", "tril", "triu", "fill", "setitem", "log"}
-
 
 _ticks = itertools.count()
 _NOTHING: Mapping[int, Tensor] = {}
@@ -55,21 +47,6 @@ class CallRecord:
     output_gradients: dict[int, Tensor] = field(default_factory=dict)
     started: int = field(default_factory=lambda: next(_ticks))
     returned: int = -1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Offence:
-    """The first op whose result (`where="forward"`) or whose gradient (`"backward"`) was not finite.
-
-    `inputs_finite` tells whether what it was given still was; `amax` is the largest finite magnitude among its inputs.
-    """
-
-    op: str
-    where: str
-    nonfinite: int
-    elements: int
-    inputs_finite: bool
-    amax: float
 
 
 def keep_gradients(
@@ -211,95 +188,3 @@ def _written(binding: Binding) -> set[fx.Node]:
         if node in binding.parameters:
             found.add(node)
     return found
-
-
-@dataclass
-class _Found:
-    """The first op with a non-finite result, and in the backward pass the first with a non-finite gradient."""
-
-    forward: Offence | None = None
-    backward: Offence | None = None
-
-
-class _Looking(GraphInterpreter):
-    """Notes offenders in `found`."""
-
-    def __init__(self, module: fx.GraphModule, origin: Mapping[fx.Node, fx.Node], binding: Binding) -> None:
-        super().__init__(module, origin)
-        self.op_of, self.found = binding.op_of, _Found()
-
-    def run_node(self, n: fx.Node) -> Any:
-        captured = self.origin.get(n)
-        op = self.op_of.get(captured) if captured is not None else None
-        result = super().run_node(n)
-        if op is not None and not op.transformed:
-            # Inside a checkpoint nothing that looks may be counted, or saved for the backward pass.
-            with _disable_current_modes() if self.inside else nullcontext():
-                self._look(n, op, result)
-        return result
-
-    def _look(self, n: fx.Node, op: OpNode, result: Any) -> None:
-        values = [v for v in (result if isinstance(result, (tuple, list)) else (result,)) if _is_float(v)]
-        for y in values:
-            if self.found.forward is None and op.kind not in _MASKING and not bool(y.detach().isfinite().all()):
-                args, kwargs = self.fetch_args_kwargs_from_env(n)
-                self.found.forward = _offence(op, "forward", y, _floats((args, kwargs)))
-            if y.requires_grad and not y.is_leaf:
-                self._watch_gradient(n, op, y)
-
-    def _watch_gradient(self, n: fx.Node, op: OpNode, y: Tensor) -> None:
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        for x in _floats((args, kwargs)):
-            if x.requires_grad:
-                x.register_hook(lambda g: self._look_back(op, g))
-
-    def _look_back(self, op: OpNode, g: Tensor) -> None:
-        # The readers of a value are heard in the order of its hooks; the first of them in the program is named.
-        if self.found.backward is None and not bool(g.isfinite().all()):
-            self.found.backward = _offence(op, "backward", g, [])
-
-
-def _is_float(v: Any) -> bool:
-    return isinstance(v, Tensor) and v.is_floating_point()
-
-
-def _floats(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    fx.node.map_aggregate(tree, lambda v: found.append(v) if _is_float(v) else None)
-    return found
-
-
-def _offence(op: OpNode, where: str, y: Tensor, inputs: Sequence[Tensor]) -> Offence:
-    finite = [x.detach().float()[x.detach().isfinite()] for x in inputs]
-    return Offence(
-        op=op.id,
-        where=where,
-        nonfinite=int((~y.detach().isfinite()).sum()),
-        elements=y.numel(),
-        inputs_finite=all(bool(x.detach().isfinite().all()) for x in inputs),
-        amax=max((float(x.abs().max()) for x in finite if x.numel()), default=0.0),
-    )
-
-
-def first_offence(
-    record: CallRecord,
-    module: fx.GraphModule,
-    origin: Mapping[fx.Node, fx.Node],
-    buffers: Mapping[int, Tensor],
-) -> Offence | None:
-    """Replay a call through `module` (the captured graph or its rewritten form) and name the first offender.
-
-    The forward pass is looked at first; the backward pass only if the forward pass stayed finite.
-    """
-    looking = _Looking(module, origin, record.binding)
-    arguments = shadow_arguments(record, buffers)
-    with shadow(record), torch.enable_grad():
-        outputs = looking.run(*arguments)
-        if looking.found.forward is not None:
-            return looking.found.forward
-        outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-        pairs = [(outputs[i], g) for i, g in record.output_gradients.items() if outputs[i].requires_grad]
-        leaves = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
-        if pairs and leaves:
-            torch.autograd.grad([y for y, _ in pairs], leaves, [g.to(y.dtype) for y, g in pairs], allow_unused=True)
-    return looking.found.backward

@@ -12,6 +12,7 @@ from autoprec.execution.lowering import Lowering, Runner
 from autoprec.plans import Plan
 from autoprec.rewriting.rewrite import Rewritten, rewrite
 from autoprec.tracing.bindings import Binding
+from autoprec.tracing.checkpoints import Change, GraphInterpreter
 
 __all__ = ["Slot"]
 
@@ -28,6 +29,7 @@ class Slot:
         rewritten: the graph under the plan, None where that changes nothing.
         runner: what is called.
         calls: how often it ran.
+        faults: what is done otherwise on purpose in the step in progress, by captured node; it then runs node by node.
     """
 
     binding: Binding
@@ -37,6 +39,7 @@ class Slot:
     rewritten: Rewritten | None = None
     runner: Runner = field(init=False)
     calls: int = 0
+    faults: Mapping[fx.Node, Change] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.runner = self.lowering.runs(self.binding, None, None)
@@ -65,4 +68,6 @@ class Slot:
 
     def run(self, arguments: Sequence[Any]) -> Any:
         """Run it."""
+        if self.faults:
+            return GraphInterpreter(self.module, self.origin, self.faults).run(*arguments)
         return self.runner(*arguments)

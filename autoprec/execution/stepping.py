@@ -25,6 +25,9 @@ class StepKeeper(Protocol):
         """Gradients are complete. `missed` names parameters whose gradients came from outside the captured graphs;
         `scaled` tells whether a GradScaler takes the optimizer's step, None where there is no optimizer."""
 
+    def loss_is_off(self) -> bool:
+        """Gradients are finite; whether the loss says that the step is bad all the same."""
+
     def on_bad_gradients(self, *, own: bool) -> None:
         """The step is bad; nothing was changed yet. `own` is False where another model's gradients, stepped by the
         same optimizer, are to blame. May raise."""
@@ -92,7 +95,7 @@ class StepGuard:
         if not self.in_step and self.bad and self.watch.bad_gradients_are_gone():
             self.bad = False  # that step is over for every optimizer
         self._keeper.before_first_update(self.missed(), scaled=boundaries.is_scaled_step(optimizer))
-        return not self.bad and self.watch.verdict() and not self._bad_buffers()
+        return not self.bad and self.watch.verdict() and not self._bad_buffers() and not self._keeper.loss_is_off()
 
     def _bad_buffers(self) -> bool:
         found = self.buffers.turned_nonfinite()
@@ -135,7 +138,7 @@ class StepGuard:
         """A boundary of a loop without a torch optimizer: the same questions are asked, nothing can be vetoed."""
         if self.in_step or self.watch.fresh:
             self._keeper.before_first_update(self.missed(), scaled=None)
-            if not self.bad and (not self.watch.verdict() or self._bad_buffers()):
+            if not self.bad and (not self.watch.verdict() or self._bad_buffers() or self._keeper.loss_is_off()):
                 self._veto_alone()
             self.end()
 

@@ -110,6 +110,13 @@ class Tournament:
             )
         return outcomes
 
+    def peak_of(self, plan: Plan) -> int:
+        """Bytes that the step takes under a plan at most, above what was held before, at the allocator; a compiled
+        step's where its code tells it."""
+        contestant = _Contestant([self._lowered(call, plan) for call in self._calls], self._rounded(plan))
+        _Replay(self._calls, contestant, self._buffers).run()  # compiled, and checked against the plan, before
+        return max(self._peak(contestant), self._predicted(contestant) or 0)
+
     def _lowered(self, call: CallRecord, plan: Plan) -> Runner:
         rewritten = None if plan.is_identity else rewrite(call.binding, plan, self._device.type)
         return self._lowering.runs(call.binding, plan, rewritten)

@@ -27,6 +27,9 @@ _HEADROOM_LOG2 = 2
 _NEAR_LOG2 = 6.0
 
 
+#: Ops of a window whose figures are told.
+_MOST_FIGURES = 64
+
 _ORDER = {name: i for i, name in enumerate(("overflow", "growth", "saturation", "underflow", "noise"))}
 
 
@@ -69,9 +72,80 @@ class Judge:
         """The first verdict of every op, in this order: overflow (newly not finite, or beyond the format's largest
         value before the cast); growth (amax reaches that within the next window, by its trend over the last ones);
         saturation (within the top quarter octave of the format); underflow (below half of its smallest number, where
-        that is the cast to it); noise (the rounding error in relation to the signal, against that of calibration)."""
-        found = (min(self._of(op), key=lambda v: _ORDER[v.trigger], default=None) for op in self.graph.ops)
-        return tuple(v for v in found if v is not None)
+        that is the cast to it); noise (the rounding error in relation to the signal, against that of calibration).
+
+        In the order in which one may be the cause of the next: values as the step runs, then gradients as they arrive.
+        """
+        found = [min(self._of(op), key=lambda v: _ORDER[v.trigger], default=None) for op in self.graph.ops]
+        values = [v for v in found if v is not None and v.role == Role.OUTPUT]
+        return (*values, *(v for v in reversed(found) if v is not None and v.role != Role.OUTPUT))
+
+    def incidents(self) -> tuple[Verdict, ...]:
+        """Ops whose result is zero throughout, which it was not in calibration, though something that they read is
+        not: no format is to blame."""
+        found = []
+        for op in self.graph.ops:
+            for t in op.outputs:
+                if not self._is_dead(t) or not any(self._is_alive(u) for u in op.inputs):
+                    continue
+                known = self._known(_Read(t, "value", "fp32"))
+                told = f"value of {t}: zero in a whole window, up to {0.0 if known is None else known.amax:.4g} before"
+                found.append(Verdict(op=op.id, format="", trigger="zero", evidence=told))
+        return tuple(found)
+
+    def _is_dead(self, t: str) -> bool:
+        seen, known = self.window.tensor_by_id.get(t), self._known(_Read(t, "value", "fp32"))
+        if seen is None or known is None or known.amax == 0.0:
+            return False
+        return seen.values.elements > 0.0 and seen.values.amax == 0.0 and not seen.values.nonfinite
+
+    def _is_alive(self, t: str) -> bool:
+        """An activation, or an input of the model, that was seen and is not zero throughout."""
+        seen = self.window.tensor_by_id.get(t)
+        return seen is not None and not t.startswith(("param:", "buffer:")) and seen.values.amax > 0.0
+
+    def figures(self) -> tuple[dict[str, str], ...]:
+        """Fields of a line for each op in a format of 16 bits or less, those nearest to its largest value first: of its
+        result, or of the gradient that arrives there where that is nearer."""
+        found = []
+        for op in self.graph.ops:
+            reads = [r for r in self._reads(op) if r.tensor in op.outputs and r.format not in ("fp32", "tf32")]
+            told = [(self._room_log2(read), read) for read in reads]
+            if told:
+                room, read = min(told, key=lambda pair: pair[0])
+                found.append((room, self._figures_of(op, read)))
+        return tuple(fields for _, fields in sorted(found, key=lambda pair: pair[0])[:_MOST_FIGURES])
+
+    def _room_log2(self, read: _Read) -> float:
+        """Octaves between the largest number and the format's; of a format whose scale follows the numbers, many."""
+        fmt, amax = format_named(read.format), self._seen(read).amax
+        if fmt.scaled or amax == 0.0:
+            return 1000.0
+        return math.log2(fmt.max_value) - read.scale_log2 - math.log2(amax)
+
+    def _figures_of(self, op: Op, read: _Read) -> dict[str, str]:
+        fmt, seen = format_named(read.format), self._seen(read)
+        scale = current_scale_log2(fmt, seen.amax) if fmt.scaled else read.scale_log2
+        largest, elements = math.ldexp(fmt.max_value, -scale), max(seen.elements, 1.0)
+        smallest = math.ldexp(1.0, fmt.min_normal_log2 - fmt.mantissa_bits - 1 - scale)
+        over = 0.0 if fmt.scaled else max(seen.nonfinite, seen.weight_above(largest)) / elements
+        top = 0.0 if fmt.scaled else seen.weight_above(0.75 * largest) / elements
+        parts = {
+            "amax": seen.amax,
+            "largest": largest,
+            "overflow_frac": over,
+            "saturation_frac": top,
+            "underflow_frac": seen.weight_below(smallest) / elements,
+        }
+        role = Role.OUTPUT if read.what == "value" else Role.GRAD_INPUT
+        evidence = " ".join(f"{name}={value:.4g}" for name, value in parts.items())
+        return {"op": op.id, "role": str(role), "now": read.format, "evidence": evidence}
+
+    def _seen(self, read: _Read) -> RangeHistogram:
+        seen = self.window.tensor_by_id[read.tensor]
+        found = seen.values if read.what == "value" else seen.gradients
+        assert found is not None
+        return found
 
     def is_well(self, op_id: str, format_name: str) -> bool:
         """Whether all that the op reads and makes would be far from every limit in the format: two octaves below its
@@ -94,17 +168,22 @@ class Judge:
                 yield t
 
     def _of(self, op: Op) -> Iterator[Verdict]:
+        for read in self._reads(op):
+            yield from self._verdict(op, read)
+
+    def _reads(self, op: Op) -> Iterator[_Read]:
+        """Every value and gradient at the op that was observed, in the formats in which its roles have them."""
         forward = self.plan.format_of.get((op.id, Role.OUTPUT))
         if forward is None:
             return
         of_gradients = [self.plan.format_of.get((op.id, r)) for r in (Role.GRAD_INPUT, Role.GRAD_WEIGHT)]
         backward = dict.fromkeys(f for f in of_gradients if f is not None) or {forward: None}
         for t in self._tensors(op):
-            yield from self._verdict(op, _Read(t, "value", forward))
+            yield _Read(t, "value", forward)
             inside = self._inside(t)
-            for f in backward if self._gradients else ():
+            for f in backward if self._gradients and self.window.tensor_by_id[t].gradients is not None else ():
                 own = self._scale.get(op.id, 0) if f == "fp16" else 0
-                yield from self._verdict(op, _Read(t, "gradient", f, own - inside, inside))
+                yield _Read(t, "gradient", f, own - inside, inside)
 
     def _inside(self, t: str) -> int:
         """The scale that the observed gradient of a tensor carries: that of the region that it was made in."""
@@ -112,12 +191,10 @@ class Judge:
         return self._scale.get(producer, 0) if self.plan.format_of.get((producer, Role.OUTPUT)) == "fp16" else 0
 
     def _verdict(self, op: Op, read: _Read) -> Iterator[Verdict]:
-        seen = self.window.tensor_by_id[read.tensor]
-        found = seen.values if read.what == "value" else seen.gradients
-        if found is not None:
-            for trigger, evidence in self._problems(read, format_named(read.format), found):
-                evidence = f"{read.what} of {read.tensor}: {evidence}"
-                yield Verdict(op=op.id, format=read.format, trigger=trigger, evidence=evidence)
+        for trigger, evidence in self._problems(read, format_named(read.format), self._seen(read)):
+            evidence = f"{read.what} of {read.tensor}: {evidence}"
+            role = Role.OUTPUT if read.what == "value" else Role.GRAD_INPUT
+            yield Verdict(op=op.id, format=read.format, trigger=trigger, evidence=evidence, role=role)
 
     def _well(self, t: str, fmt: Format, found: TensorProfile) -> bool:
         read = _Read(t, "value", fmt.name)

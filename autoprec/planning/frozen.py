@@ -30,7 +30,7 @@ def frozen_units(
     prices: Prices,
     policy: Policy,
     device: Device,
-    banned: frozenset[tuple[str, str]],
+    banned: frozenset[tuple[str, ...]],
     living: Mapping[str, str],
 ) -> tuple[Unit, ...]:
     """One for each frozen parameter of which the policy leaves more than FP32. `living`: parameter → the format in
@@ -95,7 +95,7 @@ def _takes_it(op: Op, tensor: str, graph: OpGraph) -> bool:
 
 
 def _dropped(
-    spec: TensorSpec, readers: list[Op], prices: Prices, policy: Policy, banned: frozenset[tuple[str, str]]
+    spec: TensorSpec, readers: list[Op], prices: Prices, policy: Policy, banned: frozenset[tuple[str, ...]]
 ) -> dict[str, str]:
     """Formats that the parameter cannot have, each with the reason."""
     found: dict[str, str] = {}

@@ -72,7 +72,7 @@ def unit_options(
     prices: Prices,
     policy: Policy,
     device: Device,
-    banned: frozenset[tuple[str, str]],
+    banned: frozenset[tuple[str, ...]],
 ) -> list[Options]:
     """Options of every unit in forward order, roles of an op together, before ties between ops."""
     found: list[Options] = []
@@ -84,7 +84,7 @@ def unit_options(
 
 
 def options_of(
-    op: Op, graph: OpGraph, prices: Prices, policy: Policy, device: Device, banned: frozenset[tuple[str, str]]
+    op: Op, graph: OpGraph, prices: Prices, policy: Policy, device: Device, banned: frozenset[tuple[str, ...]]
 ) -> list[Options]:
     """Options of the units of one op, as if it were tied to no other."""
     candidates = sorted(dict.fromkeys(policy.formats), key=_narrowness)
@@ -111,6 +111,8 @@ def options_of(
         for name in list(options.formats):
             if (op.id, name) in banned:
                 options.drop(name, "it was unstable there while training")
+            elif (op.id, name, str(role)) in banned:
+                options.drop(name, "the schedule asks for more by now")
         _drop_overflows(options, graph, prices)
         if unjudged:
             options.keep(["fp32", "bf16"], unjudged)

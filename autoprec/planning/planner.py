@@ -64,7 +64,7 @@ def ask(
     policy: Policy,
     *,
     budget_bytes: int | None = None,
-    banned: frozenset[tuple[str, str]] = frozenset(),
+    banned: frozenset[tuple[str, ...]] = frozenset(),
     living: Mapping[str, str] | None = None,
 ) -> Question:
     """The problem of these values, under the policy's budget unless `budget_bytes` is given. `banned` and `living` as
@@ -146,7 +146,7 @@ def make_plan(
     policy: Policy,
     *,
     budget_bytes: int | None = None,
-    banned: frozenset[tuple[str, str]] = frozenset(),
+    banned: frozenset[tuple[str, ...]] = frozenset(),
     relative_gap: float | None = None,
 ) -> Plan:
     """The plan that is best by prediction alone: `ask`, `propose` and `by_prediction` in one."""

@@ -78,7 +78,7 @@ def build_problem(
     policy: Policy,
     *,
     budget_bytes: int | None = None,
-    banned: frozenset[tuple[str, str]] = frozenset(),
+    banned: frozenset[tuple[str, ...]] = frozenset(),
     living: Mapping[str, str] | None = None,
 ) -> Problem:
     """The program whose best choice is the plan.
@@ -105,7 +105,7 @@ class _Builder:
         profile: Profile,
         device: Device,
         policy: Policy,
-        banned: frozenset[tuple[str, str]],
+        banned: frozenset[tuple[str, ...]],
         living: Mapping[str, str],
     ) -> None:
         self.roots: Roots = resolve_roots(graph)

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from autoprec.numerics.pooling import pooling_of
 
 __all__ = [
+    "Change",
     "Checkpoint",
     "Flat",
     "GraphInterpreter",
@@ -199,6 +200,18 @@ def fold(
     return folding.module(list(graph.nodes), 0, (), None), folding.went
 
 
+class Change:
+    """What an interpreter does otherwise at a node; this one, nothing."""
+
+    def arguments(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
+        """(args, kwargs) that the node gets."""
+        return args, kwargs
+
+    def result(self, y: Any) -> Any:
+        """What becomes of its result."""
+        return y
+
+
 class GraphInterpreter(fx.Interpreter):
     """Runs a graph, and the bodies of its checkpoints in the forward pass, node by node; subclasses look at values.
 
@@ -208,12 +221,31 @@ class GraphInterpreter(fx.Interpreter):
     Args:
         module: a captured or a rewritten graph.
         origin: its nodes (those of bodies too) → the flat nodes that ops are known by.
+        changes: by flat node, what is done otherwise there.
     """
 
-    def __init__(self, module: fx.GraphModule, origin: Mapping[fx.Node, fx.Node]) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        origin: Mapping[fx.Node, fx.Node],
+        changes: Mapping[fx.Node, Change] | None = None,
+    ) -> None:
         super().__init__(module, garbage_collect_values=True)
-        self.origin = origin
+        self.origin, self.changes = origin, changes or {}
         self.inside = False
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node, changed if it is to be."""
+        result, change = super().run_node(n), self._change(n)
+        return result if change is None else change.result(result)
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        """What a node is called with, changed if it is to be."""
+        (args, kwargs), change = super().fetch_args_kwargs_from_env(n), self._change(n)
+        return (args, kwargs) if change is None else change.arguments(n, args, kwargs)
+
+    def _change(self, n: fx.Node) -> Change | None:
+        return self.changes.get(self.origin[n]) if self.changes and n in self.origin else None
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Checkpoints are run by an interpreter of their own."""

@@ -36,7 +36,11 @@ RICH_POLICY = {
         "sqnr_drop_db": 3.5,
         "cooldown_windows": 3,
     },
-    "guard": {"nonfinite": "skip", "patience_steps": 20},
+    "guard": {"nonfinite": "skip", "patience_steps": 20, "loss_spike": "skip", "spike_sigmas": 8.5},
+    "schedule": [
+        {"after": 0.5, "raise": "blocks.*", "to": "bf16", "roles": ["grad_weight"]},
+        {"after": 9000, "raise": "*", "to": "fp32"},
+    ],
     "loss_scaling": {"mode": "regional"},
     "scales": "rowwise",
     "uncaptured": "error",

@@ -91,7 +91,28 @@ POLICY = mapping(
         sqnr_drop_db={"type": "number", "exclusiveMinimum": 0},
         cooldown_windows={"type": "integer", "minimum": 1},
     ),
-    guard=mapping({}, nonfinite=one_of(["skip", "raise"]), patience_steps={"type": "integer", "minimum": 1}),
+    guard=mapping(
+        {},
+        nonfinite=one_of(["skip", "raise"]),
+        patience_steps={"type": "integer", "minimum": 1},
+        loss_spike=one_of(["report", "skip"]),
+        spike_sigmas={"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": math.inf},
+    ),
+    schedule=items(
+        mapping(
+            {
+                "after": {
+                    "anyOf": [
+                        {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+                        {"type": "number", "multipleOf": 1, "minimum": 1, "maximum": 2**53},
+                    ]
+                },
+                "raise": SOME_TEXT,
+                "to": one_of(COMPUTE),
+            },
+            roles=items(one_of(ROLES)),
+        )
+    ),
     loss_scaling=mapping(
         {},
         mode=one_of(["regional", "global", "none"]),

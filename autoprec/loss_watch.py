@@ -1,0 +1,87 @@
+"""The losses of a run's steps as they come, which the host waits for once a window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoprec.losses import Losses, Spike
+from autoprec.policies import Guard
+
+__all__ = ["LossWatch"]
+
+
+class LossWatch:
+    """Mutable; owned by the session.
+
+    Attributes:
+        off: why the step in progress is vetoed, "" while it is not.
+    """
+
+    def __init__(self, limits: Guard) -> None:
+        self._limits, self._known = limits, Losses()
+        self._waiting: list[Tensor] = []
+        self._seen: list[Tensor] = []
+        self._told: list[Tensor] = []
+        self._first = 0
+        self.off = ""
+
+    def look(self, outputs: Any) -> None:
+        """A scalar that a graph returns and that is differentiated is taken to be a loss."""
+        for y in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
+            if isinstance(y, Tensor) and y.numel() == 1 and y.requires_grad and y.is_floating_point():
+                self._seen.append(y.detach().reshape(()))
+
+    def note(self, loss: Tensor | float) -> None:
+        """The user tells it; then that counts, and not what graphs return."""
+        told = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss))
+        self._told.append(told.reshape(-1).float().mean())
+
+    def is_off(self) -> bool:
+        """Whether the step is vetoed; waits for the device where that may be."""
+        loss, limit = self._of_step(), self._known.limit(self._limits.spike_sigmas)
+        if self._limits.loss_spike != "skip" or loss is None or not float(loss) > limit:
+            return False
+        self.off = (
+            f"the loss is {float(loss):.4g}, above {limit:.4g}, {self._limits.spike_sigmas:g} spreads above the median"
+            f" {self._known.median:.4g} of the window before"
+        )
+        return True
+
+    def drop(self) -> None:
+        """The step was bad."""
+        self._seen, self._told, self.off = [], [], ""
+
+    def keep(self, step: int) -> None:
+        """The step, which was the one with this number, was good."""
+        if (loss := self._of_step()) is not None:
+            if not self._waiting:
+                self._first = step
+            self._waiting.append(loss)
+        self.drop()
+
+    def window_over(self) -> Spike | None:
+        """The spike of the window that is over, if there was one."""
+        self.known, spike = self.known.window_over(self._limits.spike_sigmas)
+        return spike
+
+    @property
+    def known(self) -> Losses:
+        """All so far; waits for the device."""
+        if self._waiting:
+            values = torch.stack([x.float() for x in self._waiting]).tolist()
+            self._known = self._known.extended(values, self._first)
+            self._waiting = []
+        return self._known
+
+    @known.setter
+    def known(self, losses: Losses) -> None:
+        self._known, self._waiting = losses, []
+
+    def _of_step(self) -> Tensor | None:
+        values = self._told or self._seen
+        if not values:
+            return None
+        return values[0] if len(values) == 1 else torch.stack([v.float() for v in values]).mean()

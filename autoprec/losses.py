@@ -1,0 +1,70 @@
+"""Spikes of the loss, against the spread of a window. Medians, so that a spike does not hide itself."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+__all__ = ["Losses", "Spike"]
+
+#: Losses of a window from which on it is judged.
+_LEAST = 8
+
+#: Of normal numbers, the standard deviation in median absolute deviations.
+_SIGMA = 1.4826
+
+#: A spread is taken to be at least this share of the median: equal batches have none.
+_LEAST_FRAC = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spike:
+    """The highest loss of a window, `sigmas` spreads above its median."""
+
+    step: int
+    loss: float
+    median: float
+    spread: float
+    sigmas: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """Losses of the good steps of the window in progress, oldest first, and the number of the first of these steps;
+    median and spread of the window before."""
+
+    window: tuple[float, ...] = ()
+    first_step: int = 0
+    median: float | None = None
+    spread: float | None = None
+
+    def extended(self, losses: Sequence[float], first_step: int) -> Losses:
+        """With more of them, the first of which is of this step."""
+        first = self.first_step if self.window else first_step
+        return replace(self, window=(*self.window, *losses), first_step=first)
+
+    def limit(self, sigmas: float) -> float:
+        """What a loss must not be above, by the window before; infinite where that says nothing."""
+        if self.median is None or self.spread is None:
+            return math.inf
+        return self.median + sigmas * self.spread
+
+    def window_over(self, sigmas: float) -> tuple[Losses, Spike | None]:
+        """The next window's, and the spike of this one if there was one."""
+        if len(self.window) < _LEAST:
+            return replace(self, window=()), None
+        median, spread = _middle(self.window)
+        at = max(range(len(self.window)), key=lambda i: self.window[i])
+        far = (self.window[at] - median) / spread
+        after = Losses(median=median, spread=spread)
+        if far <= sigmas:
+            return after, None
+        return after, Spike(step=self.first_step + at, loss=self.window[at], median=median, spread=spread, sigmas=far)
+
+
+def _middle(values: Sequence[float]) -> tuple[float, float]:
+    median = statistics.median(values)
+    spread = _SIGMA * statistics.median(abs(v - median) for v in values)
+    return median, max(spread, _LEAST_FRAC * abs(median), 1e-30)

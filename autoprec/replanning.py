@@ -1,0 +1,139 @@
+"""How a session comes to its plan, and from one plan to the next: calibration is over, a window is over, a step was
+bad, the schedule says so, somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from autoprec.budgets import parse_budget
+from autoprec.devices import Device
+from autoprec.errors import InputError
+from autoprec.execution.replay import CallRecord
+from autoprec.execution.tournament import Tournament
+from autoprec.plans import Plan
+
+if TYPE_CHECKING:
+    from autoprec.sessions import Session
+
+__all__ = ["Replanning"]
+
+
+class Replanning:
+    """What a session has for plans. Every change is at a step boundary."""
+
+    def plan_or_judge(self: Session) -> None:  # type: ignore[misc]
+        """At the end of a good step: is calibration over, is a window over, is something due?"""
+        if self.calibrating:
+            if self._observed.steps >= self.policy.calibration.steps:
+                _plan_in_the_loop(self)
+            return
+        if self.steps - self._window_steps >= self.policy.monitor.window_steps:
+            _judge_window(self)
+        if self._schedule.is_due(self.steps):
+            replan(self)
+
+    def make_plan(self: Session) -> Plan:  # type: ignore[misc]
+        """Plan from what calibration recorded, and run it from the next step on.
+
+        Raises `InputError` if nothing was observed yet, `InfeasibleError` if no plan keeps the budgets.
+        """
+        plan = self._scheduler.first_plan(self._guard.optimizer_bytes, _tournament(self, self._calls))
+        self.adopt(plan)
+        self._event("planned", evidence=f"{', '.join(plan.formats_used()) or 'fp32'}; binding: {plan.binding}")
+        self._log.assign(self.steps, None, plan)
+        return plan
+
+    def measure_device(self: Session) -> Device:  # type: ignore[misc]
+        """Time every distinct op in the policy's formats, once. Raises `InputError` if nothing was observed yet."""
+        return self._scheduler.measure_device()
+
+    def replan(self: Session, *, budget: str | int | None = None) -> Plan:  # type: ignore[misc]
+        """Solve again from what calibration recorded and what proved unstable since, now under another budget: bytes,
+        "6GiB", or "60%" of the part that precision can change; None for the same. Between two steps.
+
+        Raises `InputError` in the middle of a step or before there is a plan, `InfeasibleError` if no plan keeps the
+        budget; the plan that runs then goes on.
+        """
+        if self._guard.in_step:
+            raise InputError("a step is in progress: replan() between optimizer.step() and the next forward pass")
+        if self.plan is None or self.profile is None or self.device is None:
+            raise InputError(
+                "there is nothing to plan again from: calibration is not over, or the plan came from a file"
+            )
+        limit = self._scheduler.bytes_of(parse_budget(budget)) if budget is not None else self.plan.budget_bytes
+        before = self.plan
+        plan, _ = self._scheduler.solve_again(before, limit, self._banned, _tournament(self, []))
+        self.adopt(plan)
+        asked = "the same budget" if budget is None else f"a budget of {budget}"
+        self._event("planned", trigger="asked", evidence=f"for {asked}: {', '.join(plan.formats_used()) or 'fp32'}")
+        self._log.assign(self.steps, before, plan)
+        return plan
+
+    def adopt(self: Session, plan: Plan) -> None:  # type: ignore[misc]
+        """Run a plan from the next call on; between two steps."""
+        self._frozen.adopt(plan)
+        self.plan, self._window_steps = plan, self.steps
+        self._observed.take_window()  # a window is of one plan: gradients carry the scales of its regions
+        for slot in self._slots.values():
+            slot.adopt(plan, self._device_type)
+
+    @property
+    def _banned(self: Session) -> frozenset[tuple[str, ...]]:  # type: ignore[misc]
+        """(op, format) pairs that proved unstable, and (op, format, role) that the schedule forbids by now."""
+        graph = self._observed.graph
+        return self._stability.floors.banned | self._schedule.banned(self.steps, graph, self.policy.formats)
+
+
+def _tournament(session: Session, calls: Sequence[CallRecord]) -> Tournament:
+    buffers, loss_bytes = session._guard.buffers.values(), session._observed.loss_bytes
+    return Tournament(calls, buffers, session._device_type, session.lowering, loss_bytes)
+
+
+def _plan_in_the_loop(session: Session) -> None:
+    """An error is raised once; a loop that goes on does so in FP32, with the guard."""
+    try:
+        session.make_plan()
+    except Exception as error:  # raised again, whatever it is: without a plan it would come at every step
+        session.adopt(Plan(assignments=(), binding=f"no plan: {error}", policy=session.policy.name))
+        session._event("warning", trigger="no_plan", evidence=f"{error}; everything stays in fp32")
+        raise
+
+
+def _judge_window(session: Session) -> None:
+    session._window_steps = session.steps
+    if (spike := session._losses.window_over()) is not None:
+        told = (
+            f"the loss {spike.loss:.4g} of step {spike.step} is {spike.sigmas:.3g} spreads ({spike.spread:.3g}) above"
+            f" the median {spike.median:.4g} of its window"
+        )
+        session._event("incident", trigger="loss_spike", evidence=told)
+    if (turn := session._stability.window_over(session.plan)) is None:
+        return
+    for fields in turn.figures:
+        session._log.note(session.steps, "observed", **fields)
+    for v in turn.incidents:
+        told = {"op": v.op, "role": v.role, "trigger": v.trigger}
+        session._log.add_once(session.steps, "incident", **told, evidence=v.evidence)
+    if not (turn.banned or turn.lifted):
+        return
+    for v in turn.banned:
+        session._event("promoted", op=v.op, role=v.role, was=v.format, trigger=v.trigger, evidence=v.evidence)
+    for b in turn.lifted:
+        evidence = f"well in {b.format} for {b.well} windows, after {b.trigger}"
+        session._event("demoted", op=b.op, now=b.format, trigger="quiet", evidence=evidence)
+    replan(session)
+
+
+def replan(session: Session) -> None:
+    """Solve again without what is banned now; what was promoted or demoted is told with what came of it."""
+    assert (before := session.plan) is not None
+    tournament = _tournament(session, list(session._calls))
+    plan, shortfall = session._scheduler.plan_again(before, session._banned, tournament)
+    if shortfall:
+        session._event("warning", trigger="budget", evidence=shortfall)
+    session.adopt(plan)
+    session._log.settle(before, plan)
+    if (said := session._schedule.said(session.steps)) is not None:
+        session._event("scheduled", trigger="schedule", evidence=said)
+    session._log.assign(session.steps, before, plan)
