@@ -88,7 +88,7 @@ POLICY = mapping(
         interval_steps={"type": "integer", "minimum": 1},
         saturation_frac={"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
         underflow_frac={"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
-        sqnr_drop_db={"type": "number", "exclusiveMinimum": 0},
+        sqnr_drop_db={"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": math.inf},
         cooldown_windows={"type": "integer", "minimum": 1},
     ),
     guard=mapping(
