@@ -1,7 +1,7 @@
 """The log of a run: what happened, oldest first, in memory and in a JSON-lines file.
 
 The file has more than the run keeps, for whoever watches: the formats of every role and kept tensor as plans change
-them ("assigned"), and figures of the ops that windows saw nearest to a limit ("observed").
+them ("assigned"), figures of the ops that windows saw nearest to a limit ("observed"), and of the run ("window").
 """
 
 from __future__ import annotations

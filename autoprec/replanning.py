@@ -42,6 +42,7 @@ class Replanning:
         self.adopt(plan)
         self._event("planned", evidence=f"{', '.join(plan.formats_used()) or 'fp32'}; binding: {plan.binding}")
         self._log.assign(self.steps, None, plan)
+        _note_run(self)
         return plan
 
     def measure_device(self: Session) -> Device:  # type: ignore[misc]
@@ -68,6 +69,7 @@ class Replanning:
         asked = "the same budget" if budget is None else f"a budget of {budget}"
         self._event("planned", trigger="asked", evidence=f"for {asked}: {', '.join(plan.formats_used()) or 'fp32'}")
         self._log.assign(self.steps, before, plan)
+        _note_run(self)
         return plan
 
     def adopt(self: Session, plan: Plan) -> None:  # type: ignore[misc]
@@ -100,6 +102,19 @@ def _plan_in_the_loop(session: Session) -> None:
         raise
 
 
+def _note_run(session: Session) -> None:
+    """A line of the file about the run as a whole."""
+    plan = session.plan
+    told: dict[str, object] = {"steps": session.steps, "skipped_steps": session.skipped_steps}
+    if plan is not None and plan.predicted is not None:
+        told |= {"predicted_peak_bytes": plan.predicted.peak_bytes}
+    if plan is not None and plan.budget_bytes is not None:
+        told |= {"budget_bytes": plan.budget_bytes}
+    if (scale := session._guard.loss_scale) is not None:
+        told |= {"loss_scale": scale}
+    session._log.note(session.steps, "window", evidence=" ".join(f"{name}={value}" for name, value in told.items()))
+
+
 def _judge_window(session: Session) -> None:
     session._window_steps = session.steps
     if (spike := session._losses.window_over()) is not None:
@@ -112,6 +127,7 @@ def _judge_window(session: Session) -> None:
         return
     for fields in turn.figures:
         session._log.note(session.steps, "observed", **fields)
+    _note_run(session)
     for v in turn.incidents:
         told = {"op": v.op, "role": v.role, "trigger": v.trigger}
         session._log.add_once(session.steps, "incident", **told, evidence=v.evidence)
@@ -137,3 +153,4 @@ def replan(session: Session) -> None:
     if (said := session._schedule.said(session.steps)) is not None:
         session._event("scheduled", trigger="schedule", evidence=said)
     session._log.assign(session.steps, before, plan)
+    _note_run(session)

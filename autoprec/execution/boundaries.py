@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autoprec.execution.guard import OptimizerSnapshot, PutAside, calls_closure_once, is_torchs_own
 
-__all__ = ["StepListener", "is_scaled_step", "listen", "unlisten"]
+__all__ = ["StepListener", "is_scaled_step", "listen", "scaler_of", "unlisten"]
 
 
 class StepListener(Protocol):
@@ -58,7 +58,7 @@ _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 _handles: list[RemovableHandle] = []
 _scaler_methods: dict[str, Any] = {}
 _stepped: set[int] = set()
-_scaled: set[int] = set()
+_scaled: dict[int, Any] = {}
 _skipped: list[Optimizer] = []
 
 
@@ -81,6 +81,11 @@ def is_scaled_step(optimizer: Optimizer) -> bool:
     return id(optimizer) in _scaled
 
 
+def scaler_of(optimizer: Optimizer) -> Any:
+    """The GradScaler that takes the step in progress, or None."""
+    return _scaled.get(id(optimizer))
+
+
 def _install() -> None:
     _remove()
     _handles.append(register_optimizer_step_pre_hook(_before))
@@ -91,11 +96,11 @@ def _install() -> None:
 
     def watched_step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         _stepped.discard(id(optimizer))
-        _scaled.add(id(optimizer))
+        _scaled[id(optimizer)] = self
         try:
             result = step(self, optimizer, *args, **kwargs)
         finally:
-            _scaled.discard(id(optimizer))
+            _scaled.pop(id(optimizer), None)
         if id(optimizer) not in _stepped:
             _skipped.append(optimizer)
         return result

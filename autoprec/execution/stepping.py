@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
@@ -56,6 +56,7 @@ class StepGuard:
         self.bad = False
         self.covered: set[str] = set()
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._scaler: Callable[[], Any] = lambda: None
         boundaries.listen(self)
 
     def remove(self) -> None:
@@ -85,6 +86,12 @@ class StepGuard:
         states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
         return sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor))
 
+    @property
+    def loss_scale(self) -> float | None:
+        """Of the GradScaler that takes the steps; None without one. Waits for the device."""
+        scaler = self._scaler()
+        return None if scaler is None else float(scaler.get_scale())
+
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer steps a parameter of this model."""
         return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
@@ -92,6 +99,8 @@ class StepGuard:
     def gradients_are_good(self, optimizer: Optimizer) -> bool:
         """The verdict, formed once a step; coverage is checked first (called before each update)."""
         self.optimizers.add(optimizer)
+        if (scaler := boundaries.scaler_of(optimizer)) is not None:
+            self._scaler = weakref.ref(scaler)
         if not self.in_step and self.bad and self.watch.bad_gradients_are_gone():
             self.bad = False  # that step is over for every optimizer
         self._keeper.before_first_update(self.missed(), scaled=boundaries.is_scaled_step(optimizer))
