@@ -13,7 +13,7 @@ from autoprec.calibration.foreseeing import with_private_bytes, without_hooks
 from autoprec.calibration.structure import TimingCase
 from autoprec.calibration.timing import measure_casts, time_ops
 from autoprec.devices import Device
-from autoprec.errors import DeviceError, InfeasibleError, InputError
+from autoprec.errors import DeviceError, InfeasibleError, InputError, SolverError
 from autoprec.execution.slots import Slot
 from autoprec.execution.tournament import Outcome, Tournament
 from autoprec.formats import is_operands_only
@@ -202,7 +202,7 @@ class Scheduler:
             if self._observed.profile is None or self.device is None:
                 raise InfeasibleError("the plan came from a file, without the profile that it was made from")
             return self.solve_again(before, before.budget_bytes, banned, tournament)
-        except InfeasibleError as error:
+        except (InfeasibleError, SolverError) as error:  # whatever it is, the run goes on
             told = f"the promoted ops run in fp32 outside the budgets: {error}"
             return _without(self.given or before, banned), told
 

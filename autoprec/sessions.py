@@ -305,7 +305,7 @@ class Session(Replanning, Resumable):
             self._event("bad_step", trigger="loss_spike", evidence=told)
             return
         calls, buffers = list(self._calls), self._guard.buffers.values()
-        incident = investigate(calls, list(self._slots.values()), buffers, sorted(self._guard.watch.bad))
+        incident = investigate(calls, list(self._slots.values()), buffers, self._guard.watch.largest())
         if incident.trigger == "corruption" and self._log.has("bad_step", op=incident.op, trigger="corruption"):
             incident = replace(incident, trigger="overflow")  # bits do not flip twice in one place
         self._incident = incident.evidence

@@ -30,6 +30,9 @@ _ASTRAY = 8.0
 #: An FP32 run's largest number may differ from the rounded run's by so much, when it is asked whether it left a format.
 _NEARLY = 0.5
 
+#: Of the largest gradient of a weight, what the gradients that it is made of may be.
+_SHARE = 2.0**-20
+
 #: Ops before and after the named one whose ranges are told.
 _NEIGHBOURS = 2
 
@@ -56,22 +59,26 @@ class Incident:
 
 
 def investigate(
-    calls: Sequence[CallRecord], slots: Sequence[Slot], buffers: Mapping[int, Tensor], bad: Sequence[str]
+    calls: Sequence[CallRecord], slots: Sequence[Slot], buffers: Mapping[int, Tensor], bad: Mapping[str, float]
 ) -> Incident:
-    """Replay the calls of the step. `bad` names the parameters whose gradients were not finite, for when no replay
-    shows an offender."""
-    what = f"non-finite gradient of {', '.join(bad[:3]) or 'a parameter'}"
+    """Replay the calls of the step. `bad` names the parameters whose gradients were not finite, with the largest number
+    in each, for when no replay shows an offender."""
+    what = f"non-finite gradient of {', '.join(list(bad)[:3]) or 'a parameter'}"
     by_binding = {id(slot.binding): slot for slot in slots}
+    finite = bool(bad) and all(map(math.isfinite, bad.values()))
     narrow = False
     try:
         for record in calls:
             slot = by_binding[id(record.binding)]
             narrow = narrow or slot.rewritten is not None
-            if (found := _of_call(record, slot, buffers)) is not None:
+            found = _of_large_gradient(record, slot, buffers, bad) if finite else _of_call(record, slot, buffers)
+            if found is not None:
                 return found
     except RuntimeError as error:  # naming the culprit must not end a run that the veto has saved
         told = f"{what}; the replay that names the op failed: {error}"[:500]
         return Incident(op="", trigger="nonfinite", evidence=told)
+    if finite:
+        return Incident(op="", trigger="nonfinite", evidence=_large(bad))
     if not calls or not narrow or not _has_gradients(calls):
         return Incident(op="", trigger="nonfinite", evidence=what)
     told = (
@@ -81,38 +88,73 @@ def investigate(
     return Incident(op="", trigger="nonfinite", evidence=told)
 
 
+def _large(bad: Mapping[str, float]) -> str:
+    name = max(bad, key=lambda fqn: bad[fqn])
+    return (
+        f"the gradient of {name} is up to {bad[name]:.4g}: finite, but FP32 does not hold the sum of its squares, and"
+        " an optimizer's second moments would be infinite"
+    )
+
+
+def _of_large_gradient(
+    record: CallRecord, slot: Slot, buffers: Mapping[int, Tensor], bad: Mapping[str, float]
+) -> Incident | None:
+    """All is finite and too large to be squared: the first op that is far from FP32's, or else the last of the graph
+    that has so large a gradient."""
+    seen, plain = _looks(record, slot, buffers)
+    op = _first_astray(list(seen.extents), seen, plain)
+    large = max(bad.values()) * _SHARE
+    reached = [o for o, e in seen.extents.items() if max(e.gradient, e.arriving) >= large]
+    if not op and not reached:
+        return None
+    role = Role.OUTPUT if op else Role.GRAD_INPUT
+    op = op or reached[-1]
+    op, cause = _blame(op, record.binding, slot.plan) if role == Role.OUTPUT and slot.plan else (op, "")
+    trigger = "corruption" if cause else "nonfinite"
+    lines = _neighbours(op, "result" if role == Role.OUTPUT else "gradient", seen, plain, slot.plan)
+    return Incident(op=op, trigger=trigger, evidence=f"{op}: {_large(bad)}", cause=cause, role=role, neighbours=lines)
+
+
+def _looks(record: CallRecord, slot: Slot, buffers: Mapping[int, Tensor]) -> tuple[Look, Look]:
+    """A call as it ran, and in FP32."""
+    seen = look_at(record, slot.module, slot.origin, buffers, slot.faults)
+    if slot.rewritten is None or slot.plan is None:
+        return seen, seen
+    template = record.binding.template
+    whatever_the_format = {node: change for node, change in slot.faults.items() if not change.in_cast}
+    return seen, look_at(record, template.module, template.flat.origin, buffers, whatever_the_format)
+
+
 def _has_gradients(calls: Sequence[CallRecord]) -> bool:
     """Whether the whole backward pass could be replayed."""
     return all(record.output_gradients for record in calls)
 
 
 def _of_call(record: CallRecord, slot: Slot, buffers: Mapping[int, Tensor]) -> Incident | None:
-    seen = look_at(record, slot.module, slot.origin, buffers, slot.faults)
+    seen, plain = _looks(record, slot, buffers)
     if (found := seen.offence) is None:
         return None
     if slot.rewritten is None or slot.plan is None:
         return _told(found, "nonfinite", "", seen, seen, None)
-    template = record.binding.template
-    plain = look_at(record, template.module, template.flat.origin, buffers, slot.faults)
-    if plain.offence is not None and plain.offence.op == found.op:
+    # The gradients that entered are of the step as it ran: of a forward pass that failed they say nothing.
+    same = plain.forward if found.where == "forward" else plain.offence
+    if same is not None and same.op == found.op:
         return _told(found, "nonfinite", "", seen, plain, slot.plan)
-    op = _first_astray(found, seen, plain) or found.op
-    op, cause = _blame(op, record.binding, slot.plan)
+    ids = list(seen.extents)
+    before = ids[: ids.index(found.op) + 1] if found.where == "forward" else ids
+    op, cause = _blame(_first_astray(before, seen, plain) or found.op, record.binding, slot.plan)
     if not cause:
         return _told(found, "nonfinite", "", seen, plain, slot.plan)
     trigger = "overflow" if _explained(op, cause, found.where, plain, record.binding, slot.plan) else "corruption"
     return _told(found, trigger, cause, seen, plain, slot.plan, op)
 
 
-def _first_astray(found: Offence, seen: Look, plain: Look) -> str:
-    """Of the ops up to the offender, the first with a result that is far from FP32's; in the backward pass, the first
-    that it came to. "" if none is."""
-    ids = list(seen.extents)
-    if found.where == "forward":
-        for op in ids[: ids.index(found.op) + 1]:
-            ours, theirs = seen.extents[op], plain.extents.get(op, Extent())
-            if (ours.nonfinite and not theirs.nonfinite) or ours.result > _ASTRAY * theirs.result > 0.0:
-                return op
+def _first_astray(ops: Sequence[str], seen: Look, plain: Look) -> str:
+    """The first of these ops with a result that is far from FP32's; "" if none has."""
+    for op in ops:
+        ours, theirs = seen.extents[op], plain.extents.get(op, Extent())
+        if (ours.nonfinite and not theirs.nonfinite) or ours.result > _ASTRAY * theirs.result > 0.0:
+            return op
     return ""
 
 
@@ -136,7 +178,8 @@ def _explained(op_id: str, fmt: str, where: str, plain: Look, binding: Binding, 
     """Whether FP32's numbers at the op are beyond the format. Only a product with a parameter is asked: what other ops
     have inside (the logits of attention) nobody sees."""
     op = next(o for o in binding.ops if o.id == op_id)
-    if op.op_class is not OpClass.GEMM or not op.weights or plain.offence is not None:
+    failed = plain.forward if where == "forward" else plain.offence
+    if op.op_class is not OpClass.GEMM or not op.weights or failed is not None:
         return True
     extent = plain.extents.get(op_id, Extent())
     largest = max(extent.result, extent.read)

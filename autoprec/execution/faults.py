@@ -60,14 +60,14 @@ class _Fixed:
 
 
 class ScaledResult(Change):
-    """The op's result times a factor; the gradient that comes back has it too."""
+    """The op's result times a factor; its gradient is as if it were not, so that nothing before it is disturbed."""
 
     def __init__(self, factor: Factor) -> None:
         self._factor = _Fixed(factor)
 
     def result(self, y: Any) -> Any:
         """Of several results, the first that has floating-point numbers."""
-        return _changed(y, lambda x: _times(x, self._factor(x)))
+        return _changed(y, lambda x: _Straight.apply(x, lambda value: _times(value, self._factor(value))))
 
 
 class ScaledGradient(Change):
@@ -82,7 +82,9 @@ class ScaledGradient(Change):
 
 
 class FlippedWeight(Change):
-    """One element of a product's weight, as the op reads it, is another; its gradient is as if it were not."""
+    """One element of a product's weight, as it was cast for the op, is another; its gradient is as if it were not."""
+
+    in_cast = True
 
     def __init__(self, kind: str, index: int, value: float) -> None:
         self._kind, self._index, self._value = kind, index, value
@@ -109,6 +111,16 @@ def _changed(y: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return y
     first = next((i for i, x in enumerate(y) if isinstance(x, Tensor) and x.is_floating_point()), None)
     return type(y)(change(x) if i == first else x for i, x in enumerate(y))
+
+
+class _Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        return change(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g, None
 
 
 class _InBackward(torch.autograd.Function):

@@ -26,7 +26,8 @@ class GradientWatch:
 
     Attributes:
         fresh: FQNs of the parameters that received a gradient since the last `clear`.
-        bad: FQNs of those among them that were non-finite (known at once on a CPU; after `verdict` elsewhere).
+        bad: FQNs of those among them that were non-finite (known at once on a CPU; after `verdict` elsewhere), or so
+            large that FP32 does not hold the sum of their squares: an optimizer's second moments would be infinite.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -65,14 +66,12 @@ class GradientWatch:
         self.fresh.add(fqn)
         if g is None:
             return
-        values = g.coalesce().values() if g.is_sparse else g
-        values = torch.view_as_real(values) if values.is_complex() else values
+        values = _values(g)
         if values.device.type == "cpu":
-            # A finite sum proves finite elements at one read; a non-finite one may be an overflow of the sum.
-            if not math.isfinite(float(values.sum())) and not bool(values.isfinite().all()):
+            if not math.isfinite(float(torch.linalg.vector_norm(values))):
                 self.bad.add(fqn)
         else:
-            flag = ~values.isfinite().all()
+            flag = ~torch.linalg.vector_norm(values).isfinite()
             before = self._flags.get(fqn)
             self._flags[fqn] = flag if before is None else before | flag
 
@@ -84,6 +83,12 @@ class GradientWatch:
             self.bad.update(n for n, bad in zip(names, values, strict=True) if bad)
             self._flags.clear()
         return not self.bad
+
+    def largest(self) -> dict[str, float]:
+        """The largest magnitude in each bad gradient, as it is now; infinite where it is not finite."""
+        grads = {f: self._parameters[f].grad for f in sorted(self.bad) if f in self._parameters}
+        found = {f: float(_values(g).abs().max()) for f, g in grads.items() if g is not None and g.numel()}
+        return {f: math.inf if math.isnan(found.get(f, math.inf)) else found.get(f, math.inf) for f in sorted(self.bad)}
 
     def note_gradients(self) -> None:
         """Remember which gradients a bad verdict is about; all of the step's, where no gradient was to blame."""
@@ -112,6 +117,12 @@ class GradientWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _values(g: Tensor) -> Tensor:
+    """The numbers of a gradient."""
+    values = g.coalesce().values() if g.is_sparse else g
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 class PutAside:

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autoprec.execution.replay import CallRecord, shadow, shadow_arguments
+from autoprec.graphs import OpClass
 from autoprec.tracing.bindings import Binding, OpNode
 from autoprec.tracing.checkpoints import Change, GraphInterpreter
 
@@ -111,7 +112,7 @@ class _Looking(GraphInterpreter):
         captured = self.origin.get(n)
         op = self.op_of.get(captured) if captured is not None else None
         result = super().run_node(n)
-        if op is not None and not op.transformed:
+        if op is not None and not op.transformed and op.op_class is not OpClass.VIEW:  # those make no numbers
             # Inside a checkpoint nothing that looks may be counted, or saved for the backward pass.
             with _disable_current_modes() if self.inside else nullcontext(), torch.no_grad():
                 self._look(n, op, result)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from autoprec.floors import Trends, Verdict
 from autoprec.formats import FP32, Format, format_named
-from autoprec.graphs import Op, OpGraph, Role
+from autoprec.graphs import Op, OpClass, OpGraph, Role
 from autoprec.planning.noise import current_scale_log2, error_energy
 from autoprec.plans import Plan
 from autoprec.policies import Monitor
@@ -100,8 +100,8 @@ class Judge:
         return seen.values.elements > 0.0 and seen.values.amax == 0.0 and not seen.values.nonfinite
 
     def _is_alive(self, t: str) -> bool:
-        """An activation, or an input of the model, that was seen and is not zero throughout."""
-        seen = self.window.tensor_by_id.get(t)
+        """An activation, or an input of the model, that was seen and is not zero throughout; of a view, its base."""
+        seen = self.window.tensor_by_id.get(self._observed(t))
         return seen is not None and not t.startswith(("param:", "buffer:")) and seen.values.amax > 0.0
 
     def figures(self) -> tuple[dict[str, str], ...]:
@@ -161,11 +161,15 @@ class Judge:
 
     def _tensors(self, op: Op) -> Iterator[str]:
         """What it makes and reads, as far as it was observed: of a view, what it is a view of."""
-        for t in dict.fromkeys((*op.outputs, *op.inputs)):
-            while t not in self.window.tensor_by_id and t in self._specs and (base := self._specs[t].base) is not None:
-                t = base  # noqa: PLW2901
+        for t in dict.fromkeys(map(self._observed, (*op.outputs, *op.inputs))):
             if t in self.window.tensor_by_id and not t.startswith("buffer:"):
                 yield t
+
+    def _observed(self, t: str) -> str:
+        """The tensor, or what it is a view of, as far as nobody looked at it."""
+        while t not in self.window.tensor_by_id and t in self._specs and (base := self._specs[t].base) is not None:
+            t = base
+        return t
 
     def _of(self, op: Op) -> Iterator[Verdict]:
         for read in self._reads(op):
@@ -179,9 +183,13 @@ class Judge:
         of_gradients = [self.plan.format_of.get((op.id, r)) for r in (Role.GRAD_INPUT, Role.GRAD_WEIGHT)]
         backward = dict.fromkeys(f for f in of_gradients if f is not None) or {forward: None}
         for t in self._tensors(op):
+            if t.startswith("param:") and op.op_class is not OpClass.GEMM:
+                continue  # norms and lookups have their parameters in FP32
             yield _Read(t, "value", forward)
             inside = self._inside(t)
-            for f in backward if self._gradients and self.window.tensor_by_id[t].gradients is not None else ():
+            # Gradients of parameters are made with FP32 sums, without the region's scale.
+            judged = self._gradients and not t.startswith("param:")
+            for f in backward if judged and self.window.tensor_by_id[t].gradients is not None else ():
                 own = self._scale.get(op.id, 0) if f == "fp16" else 0
                 yield _Read(t, "gradient", f, own - inside, inside)
 

@@ -29,6 +29,7 @@ class Trial:
         noticed: "step" (the bad step was vetoed and told), "window" (told within a window), or "".
         wanted: whether it had to be noticed: it made a step bad, or its format lost what it was to hold.
         named: the op that was named first.
+        trigger, evidence: with which it was told.
         right: whether that was the right one; None where there is nothing to name.
         changed: parameters, buffers and optimizer state that a bad step changed.
     """
@@ -44,6 +45,8 @@ class Trial:
     noticed: str
     wanted: bool
     named: str
+    trigger: str
+    evidence: str
     right: bool | None
     changed: tuple[str, ...]
 
@@ -116,7 +119,7 @@ def _wrong(trials: Iterable[Trial]) -> list[RenderableType]:
         if t.missed:
             lines.append(f"{what}: not noticed ({t.bad_steps} bad steps, {t.skipped_steps} vetoed)")
         elif t.right is False:
-            lines.append(f"{what}: named {t.named or 'nothing'}")
+            lines.append(f"{what}: named {t.named or 'nothing'} ({t.trigger})")
     if len(lines) > _MOST_LINES:
         lines = [*lines[:_MOST_LINES], f"and {len(lines) - _MOST_LINES} more; --json has them all"]
     return [Text("\n".join(lines))] if lines else []

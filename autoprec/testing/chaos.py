@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from autoprec.testing.injection import KINDS, inject
 from autoprec.testing.watching import Seen, Watch
 from autoprec.tracing.bindings import OpNode
 
-__all__ = ["Start", "chaos", "first_told", "monitored"]
+__all__ = ["Outcome", "Run", "Start", "at_hand", "chaos", "first_told", "monitored", "outcome_of"]
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -123,7 +123,9 @@ def first_told(session: Session, since: int) -> Event | None:
     return next((e for e in session.events[since:] if e.kind in kinds), None)
 
 
-def chaos(start: Start, *, count: int, seed: int = 0, run_name: str = "") -> Iterator[Trial]:
+def chaos(
+    start: Start, *, count: int, seed: int = 0, run_name: str = "", kinds: Sequence[str] = tuple(KINDS)
+) -> Iterator[Trial]:
     """So many faults: every kind in turn, at ops and steps by chance."""
     chance = random.Random(seed)
     first = start.again()
@@ -132,17 +134,14 @@ def chaos(start: Start, *, count: int, seed: int = 0, run_name: str = "") -> Ite
     ops = first.ops()
     if not ops:
         raise InputError("the model has no op whose format is decided")
-    kinds = [k for k in KINDS if k != "bit_flip" or any(_has_weight(op) for op in ops)]
+    casts = [op for op in ops if op.gemm is not None and op.weights and _format(first.session, op) != "fp32"]
+    kinds = [k for k in kinds if k != "bit_flip" or casts]
     for i in range(count):
         kind = kinds[i % len(kinds)]
-        fitting = [op for op in ops if kind != "bit_flip" or _has_weight(op)]
+        fitting = casts if kind == "bit_flip" else ops
         # A format that can hold less than FP32 is what most faults are about; where there is none, any op.
         narrow = [op for op in fitting if _format(first.session, op) not in ("fp32", "bf16")]
         yield _trial(start, chance.choice(narrow or fitting), kind, chance.randrange(WINDOW_STEPS), run_name)
-
-
-def _has_weight(op: OpNode) -> bool:
-    return op.gemm is not None and bool(op.weights)
 
 
 def _format(session: Session, op: OpNode) -> str:
@@ -150,32 +149,50 @@ def _format(session: Session, op: OpNode) -> str:
     return "fp32" if plan is None else plan.format_of.get((op.id, Role.OUTPUT), "fp32")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of some steps: see `Trial`."""
+
+    bad_steps: int
+    skipped_steps: int
+    noticed: str
+    told: Event | None
+    changed: tuple[str, ...]
+
+
+def outcome_of(session: Session, steps: Iterable[Seen]) -> Outcome:
+    """Of steps that are taken one by one, until something is told."""
+    events, skipped = len(session.events), session.skipped_steps
+    bad, noticed, changed, told = 0, "", list[str](), None
+    for seen in steps:
+        bad += seen.bad
+        changed += seen.changed
+        told = first_told(session, events)
+        if told is not None:
+            noticed = "step" if seen.bad and session.step_was_skipped else "window"
+            break
+    return Outcome(
+        bad_steps=bad,
+        skipped_steps=session.skipped_steps - skipped,
+        noticed=noticed,
+        told=told,
+        changed=tuple(changed),
+    )
+
+
 def _trial(start: Start, op: OpNode, kind: str, delay: int, run_name: str) -> Trial:
     run = start.again()
-    number = 0
-    for number in range(STEPS_BEFORE + delay):
+    before = STEPS_BEFORE + delay
+    for number in range(before):
         run.step(number)
     session = run.session
-    fmt, events, skipped = _format(session, op), len(session.events), session.skipped_steps
-    fault = inject(run.model, op.id, kind)
-    seen, bad, noticed, changed = 0, 0, "", list[str]()
+    fmt, fault = _format(session, op), inject(run.model, op.id, kind)
     # A sudden fault is over at once; a lasting one is seen at the end of the first window that is wholly its own.
     lasts = 1 if fault.first == fault.last else WINDOW_STEPS + (-session.steps % WINDOW_STEPS)
     fault.last = fault.first + lasts - 1
-    for k in range(lasts):
-        found = run.step(number + 1 + k)
-        seen += 1
-        bad += found.bad
-        changed += found.changed
-        if found.bad and session.step_was_skipped and not noticed:
-            noticed = "step"
-        if first_told(session, events) is not None:
-            noticed = noticed or "window"
-            break
+    found = outcome_of(session, (run.step(before + k) for k in range(lasts)))
     fault.remove()
-    told = first_told(session, events)
-    wanted = bad > 0 or (kind in ("underflow", "zero")) or (kind == "amax_growth" and _small(fmt, lasts))
-    named = "" if told is None else told.op
+    drifts = kind in ("underflow", "zero") or (kind == "amax_growth" and _small(fmt, lasts))
     return Trial(
         kind=kind,
         by="injected",
@@ -183,14 +200,27 @@ def _trial(start: Start, op: OpNode, kind: str, delay: int, run_name: str) -> Tr
         op=op.id,
         format=fmt,
         step=fault.first,
-        bad_steps=bad,
-        skipped_steps=session.skipped_steps - skipped,
-        noticed=noticed,
-        wanted=wanted,
-        named=named,
-        right=named == op.id if told is not None else None,
-        changed=tuple(changed),
+        bad_steps=found.bad_steps,
+        skipped_steps=found.skipped_steps,
+        noticed=found.noticed,
+        wanted=found.bad_steps > 0 or drifts,
+        named="" if found.told is None else found.told.op,
+        trigger="" if found.told is None else found.told.trigger,
+        evidence="" if found.told is None else found.told.evidence,
+        right=None if found.told is None else found.told.op in (at_hand(run, op) if kind == "amax_growth" else {op.id}),
+        changed=found.changed,
     )
+
+
+def at_hand(run: Run, op: OpNode) -> set[str]:
+    """The op and whoever reads its result: of numbers that grow, or an op that is not narrow itself, it is a reader
+    that leaves its format first."""
+    views, readers = {*op.outputs}, set[str]()
+    for other in (o for binding in run.session.bindings for o in binding.ops):
+        if views & {t for _, t in other.inputs}:
+            readers.add(other.id)
+            views |= set(other.outputs) if other.op_class is OpClass.VIEW else set()
+    return {op.id, *readers}
 
 
 def _small(fmt: str, doublings: int) -> bool:

@@ -57,15 +57,18 @@ class Injection:
 
     def change(self, op: OpNode, plan: Plan | None, attempt: int, parameters: Mapping[str, Tensor]) -> Change | None:
         """What happens to an op in a step; None if nothing does (called by the session)."""
-        if op.id != self.op or not self.first <= attempt <= self.last:
+        if not self._is_there(op, plan, attempt):
             return None
         if attempt not in self.applied_steps:
             self.applied_steps.append(attempt)
         return self._change(op, plan, attempt - self.first, parameters)
 
+    def _is_there(self, op: OpNode, plan: Plan | None, attempt: int) -> bool:
+        here = op.id == self.op and self.first <= attempt <= self.last
+        return here and (self.kind != "bit_flip" or _format(op, plan) != "fp32")
+
     def _change(self, op: OpNode, plan: Plan | None, since: int, parameters: Mapping[str, Tensor]) -> Change:
-        formats = {} if plan is None else plan.format_of
-        name = result_format(formats.get((op.id, Role.OUTPUT), "fp32"))
+        name = _format(op, plan)
         fmt = format_named(name)
         if self.kind == "forward_overflow":
             return ScaledResult(largest_to(_BEYOND * fmt.max_value))
@@ -96,6 +99,11 @@ class Injection:
         self.remove()
 
 
+def _format(op: OpNode, plan: Plan | None) -> str:
+    """In which its result is born."""
+    return "fp32" if plan is None else result_format(plan.format_of.get((op.id, Role.OUTPUT), "fp32"))
+
+
 def inject(
     model: nn.Module, op: str, kind: str = "forward_overflow", *, step: int | None = None, steps: int | None = None
 ) -> Injection:
@@ -108,7 +116,8 @@ def inject(
     Args:
         model: compiled, and at least one training step old, so that its ops are known.
         op: an id, as in the plan (`encoder.0.linear1:linear#0`).
-        kind: one of `KINDS`; "bit_flip" wants a product with a parameter.
+        kind: one of `KINDS`; "bit_flip" wants a product with a parameter, and does nothing in steps in which that runs
+            in FP32: then there is no cast.
         step: the first step, counted from 0 since `compile`, bad steps counted too; None for the next one.
         steps: how many; None for one, or a window of the monitor for kinds that show in a window.
 

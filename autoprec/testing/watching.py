@@ -18,7 +18,8 @@ class Seen:
 
     Attributes:
         loss: before the step.
-        bad: whether a gradient, or a buffer that was finite before, was not finite when the optimizer was called.
+        bad: whether a gradient, the sum of its squares, or a buffer that was finite before was not finite in FP32 when
+            the optimizer was called.
         changed: names of parameters, buffers and optimizer state of which a bad step changed a bit, or any step made a
             finite one not finite.
     """
@@ -40,7 +41,7 @@ class Watch:
         self._optimizer.zero_grad()
         loss = loss_of()
         loss.backward()  # type: ignore[no-untyped-call]
-        bad = any(p.grad is not None and not _is_finite(p.grad) for p in self._model.parameters())
+        bad = any(p.grad is not None and not _has_squares(p.grad) for p in self._model.parameters())
         bad = bad or any(
             not _is_finite(b) and _is_finite(before[f"buffer {n}"]) for n, b in self._model.named_buffers()
         )
@@ -71,3 +72,9 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
 def _is_finite(x: Tensor) -> bool:
     values = x.detach().coalesce().values() if x.is_sparse else x.detach()
     return bool(values.isfinite().all())
+
+
+def _has_squares(g: Tensor) -> bool:
+    """Whether FP32 holds the sum of its squares."""
+    values = g.detach().coalesce().values() if g.is_sparse else g.detach()
+    return float(values.double().square().sum()) <= torch.finfo(torch.float32).max

@@ -201,7 +201,13 @@ def fold(
 
 
 class Change:
-    """What an interpreter does otherwise at a node; this one, nothing."""
+    """What an interpreter does otherwise at a node; this one, nothing.
+
+    Attributes:
+        in_cast: whether it is about a cast, which FP32 does not have.
+    """
+
+    in_cast = False
 
     def arguments(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         """(args, kwargs) that the node gets."""

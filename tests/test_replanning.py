@@ -1,0 +1,228 @@
+"""Plans made again: by the schedule, on request, and what the loss tells."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoprec
+from autoprec.errors import InfeasibleError, InputError
+from autoprec.formats import format_named
+from autoprec.losses import Losses
+from autoprec.schedules import Schedule
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+
+
+def policy(**changes: object) -> autoprec.Policy:
+    return autoprec.Policy(
+        name="narrow",
+        formats=("fp32", "fp16", "bf16"),
+        objective="bytes",
+        storage={"formats": ()},
+        calibration={"steps": 2},
+        noise={"gradient": 10.0, "loss": 10.0},
+        monitor={"window_steps": 8, "interval_steps": 2},
+    ).replaced(**changes)
+
+
+def in_windows_of_16(**changes: object) -> autoprec.Policy:
+    """Without FP16, in which a spike would be an overflow."""
+    return policy(formats=("fp32", "bf16"), monitor={"window_steps": 16, "interval_steps": 8}, **changes)
+
+
+class WithLoss(nn.Module):
+    """Returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = layers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).square().mean()
+
+
+class Training:
+    def __init__(self, chosen: autoprec.Policy, model: nn.Module | None = None, **more: object) -> None:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        self.model = autoprec.compile(layers() if model is None else model, policy=chosen, events=None, **more)  # type: ignore[arg-type]
+        self.session = autoprec.session(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
+
+    def step(self, size: float = 1.0, note: bool = False) -> None:
+        self.optimizer.zero_grad()
+        loss = self.model(torch.randn(128, 16) * size).square().mean()
+        if note:
+            self.session.note_loss(loss)
+        loss.backward()
+        self.optimizer.step()
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def told(self, kind: str) -> list[autoprec.Event]:
+        return [e for e in self.session.events if e.kind == kind]
+
+
+# The schedule ------------------------------------------------------------------------------------------------------
+
+
+def narrowest(session: autoprec.Session, fqn: str, role: str | None = None) -> int:
+    assert session.plan is not None
+    found = [a for a in session.plan.assignments if a.op.startswith(f"{fqn}:") and role in (None, str(a.role))]
+    return min(format_named(a.format).bits for a in found)
+
+
+def test_precision_is_raised_when_it_is_due_and_stays() -> None:
+    """After half of 20 steps the middle layer, after 14 steps all."""
+    entries = ({"after": 0.5, "raise": "2", "to": "fp32"}, {"after": 14, "raise": "*", "to": "fp32"})
+    as_narrow_as_may_be = [{"ceiling": "bf16", "optional": True}]
+    run = Training(policy(schedule=entries, rules=as_narrow_as_may_be), total_steps=20)
+    run.steps(9)
+    assert narrowest(run.session, "2") == narrowest(run.session, "0") == 16
+    run.steps(1)
+    assert narrowest(run.session, "2") == 32 and narrowest(run.session, "0") == 16
+    run.steps(3)
+    assert not run.session.plan.is_identity
+    run.steps(1)
+    assert run.session.plan.is_identity
+    assert [e.step for e in run.told("scheduled")] == [10, 14]
+    assert "'2' to fp32 or wider" in run.told("scheduled")[0].evidence
+    run.steps(8)
+    assert run.session.plan.is_identity and not run.told("promoted")
+
+
+def test_the_schedule_speaks_of_roles() -> None:
+    entry = {"after": 4, "raise": "2", "to": "fp32", "roles": ["grad_weight"]}
+    chosen = policy(schedule=(entry,), rules=[{"pin": "bf16", "kinds": ["linear"], "roles": ["output", "grad_input"]}])
+    run = Training(chosen)
+    run.steps(8)
+    assert narrowest(run.session, "2", "grad_weight") == 32
+    assert narrowest(run.session, "2", "output") == narrowest(run.session, "2", "grad_input") == 16
+
+
+def test_a_run_that_goes_on_is_raised_when_it_is_due() -> None:
+    entry = {"after": 12, "raise": "*", "to": "fp32"}
+    whole, plans = Training(policy(schedule=(entry,))), []
+    whole.steps(8)
+    state, weights = whole.session.state_dict(), {k: v.clone() for k, v in whole.model.state_dict().items()}
+    for again in (False, True):
+        run = whole
+        if again:
+            run = Training(policy(schedule=(entry,)))
+            run.model.load_state_dict(weights)
+            run.session.load_state_dict(state)
+        torch.manual_seed(1)
+        run.steps(3)
+        assert not run.session.plan.is_identity
+        run.steps(1)
+        plans.append((run.session.plan.fingerprint, [e.evidence for e in run.told("scheduled")]))
+        assert run.session.plan.is_identity
+    assert plans[0] == plans[1]
+
+
+def test_a_share_of_steps_that_nobody_planned_is_refused() -> None:
+    with pytest.raises(InputError, match=r"schedule\[0\].after is 0.9 of the planned steps.*total_steps"):
+        Training(policy(schedule=({"after": 0.9, "raise": "*", "to": "bf16"},)))
+    with pytest.raises(InputError, match="total_steps must be"):
+        Training(policy(), total_steps=0)
+
+
+def test_shares_round_up_and_nothing_is_due_before() -> None:
+    entries = ({"after": 0.9, "raise": "*", "to": "bf16"}, {"after": 3, "raise": "*", "to": "bf16"})
+    schedule = Schedule.of(policy(schedule=entries), 101)
+    assert [after for after, _ in schedule.entries] == [91, 3]
+    assert [s for s in range(200) if schedule.is_due(s)] == [3, 91]
+    assert schedule.banned(2, None, ("fp32", "fp8_e4m3")) == frozenset()
+
+
+# On request --------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_budget_between_two_steps() -> None:
+    run = Training(policy(objective="time"), budget="100%")
+    run.steps(4)
+    before = run.session.plan
+    assert before is not None and before.budget_bytes is not None
+    after = run.session.replan(budget="92%")
+    assert after.budget_bytes < before.budget_bytes and after.predicted.peak_bytes <= after.budget_bytes
+    assert run.session.plan is after and run.told("planned")[-1].trigger == "asked"
+    run.steps(2)
+    assert run.session.replan().budget_bytes == after.budget_bytes  # the same budget again
+    with pytest.raises(InfeasibleError):
+        run.session.replan(budget=1)
+    assert run.session.plan.budget_bytes == after.budget_bytes
+    run.steps(2)
+
+
+def test_not_in_a_step_and_not_before_there_is_a_plan() -> None:
+    run = Training(policy())
+    with pytest.raises(InputError, match="calibration is not over"):
+        run.session.replan()
+    run.steps(3)
+    loss = run.model(torch.randn(8, 16)).square().mean()
+    with pytest.raises(InputError, match="a step is in progress"):
+        run.session.replan(budget="50%")
+    loss.backward()
+
+
+# Spikes of the loss ------------------------------------------------------------------------------------------------
+
+
+def test_a_spike_is_told_by_a_window_and_nothing_else_happens() -> None:
+    run = Training(in_windows_of_16(), WithLoss())
+    run.steps(30)
+    before = run.session.skipped_steps
+    run.step(100.0)
+    run.steps(20)
+    [event] = run.told("incident")
+    assert event.trigger == "loss_spike" and "of step 31 " in event.evidence
+    assert run.session.skipped_steps == before and not run.told("bad_step")
+
+
+def test_a_spike_is_vetoed_where_the_policy_says_so() -> None:
+    """By the window before; nothing changes, and the loss that was not taken does not count."""
+    chosen = in_windows_of_16(guard={"loss_spike": "skip"})
+    run = Training(chosen, WithLoss())
+    run.steps(20)
+    weights = [p.detach().clone() for p in run.model.parameters()]
+    run.step(100.0)
+    assert run.session.step_was_skipped and run.told("bad_step")[0].trigger == "loss_spike"
+    assert all(torch.equal(a, b) for a, b in zip(weights, run.model.parameters(), strict=True))
+    run.steps(30)
+    assert run.session.skipped_steps == 1 and not run.told("incident") and not run.told("promoted")
+
+
+def test_a_loss_outside_of_the_model_is_told_by_hand() -> None:
+    chosen = in_windows_of_16(guard={"loss_spike": "skip"})
+    for note in (False, True):
+        run = Training(chosen)
+        for k in range(24):
+            run.step(100.0 if k == 22 else 1.0, note=note)
+        assert run.session.skipped_steps == int(note)
+
+
+def test_the_limit_is_the_windows_median_and_spread() -> None:
+    values = [1.0, 1.2, 0.9, 1.1, 1.0, 0.95, 1.05, 1.3, 9.0]
+    after, spike = Losses().extended(values, 5).window_over(10.0)
+    median = statistics.median(values)
+    spread = 1.4826 * statistics.median(abs(v - median) for v in values)
+    assert spike is not None and (spike.step, spike.loss) == (13, 9.0)
+    assert spike.sigmas == pytest.approx((9.0 - median) / spread)
+    assert after.window == () and after.limit(10.0) == pytest.approx(median + 10.0 * spread)
+    assert Losses().extended(values, 0).window_over(1e3)[1] is None
+    assert Losses().extended(values[:5], 0).window_over(0.1)[1] is None  # too few to say
+    assert Losses().limit(10.0) == math.inf
+
+
+def test_equal_losses_have_a_spread() -> None:
+    after, spike = Losses().extended([2.0] * 9, 0).window_over(10.0)
+    assert spike is None and after.limit(10.0) == pytest.approx(2.0 + 10.0 * 2e-3)
