@@ -365,7 +365,7 @@ def outside(start: Start, kind: type[Outside], chance: random.Random, run_name: 
             fault.begin(k)
             batch = start.batches[(before + k) % len(start.batches)]
             assert session.plan is not None
-            calls = recorded(run.model, partial(fault.loss, batch=batch), fault.factors(k))
+            calls = recorded(run.model, partial(fault.loss, batch=batch), session.plan, fault.factors(k))
             fault.look(calls)
             right = right or blamed(calls, session.plan)
             yield run.step(before + k, fault.loss)
@@ -395,10 +395,12 @@ def outside(start: Start, kind: type[Outside], chance: random.Random, run_name: 
     )
 
 
-def campaign(count: int, seed: int, tell: Callable[[str], object] = lambda _: None) -> list[Trial]:
+def campaign(
+    count: int, seed: int, tell: Callable[[str], object] = lambda _: None, planned: Sequence[tuple[str, Start]] = ()
+) -> list[Trial]:
     """So many faults, three of five from outside."""
     chance, trials = random.Random(seed), list[Trial]()
-    planned = list(starts(seed))
+    planned = planned or list(starts(seed))
     each = math.ceil(count / len(planned))
     for name, start in planned:
         tell(f"{name}: {each} faults")

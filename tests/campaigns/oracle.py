@@ -2,7 +2,7 @@
 
 Of a plan only the formats and the scales of its regions are read. An op is where a step goes wrong if it is the first
 whose result, or what it reads, is beyond its format's largest number or not finite; in the backward pass the last one
-that is given, or makes, such a gradient.
+that is given, or makes, such a gradient. Attention alone is run in its format as well, because of what it has inside.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoprec.formats import format_named, result_format
 from autoprec.graphs import Role
+from autoprec.numerics.dtypes import dtype_of
 from autoprec.plans import Plan
 
 KINDS = {"__add__": "add", "__radd__": "add", "__iadd__": "add", "__mul__": "mul", "__rmul__": "mul"}
@@ -54,8 +55,9 @@ def tensors(tree: Any) -> list[Tensor]:
 class Recorder(TorchFunctionMode):
     """Notes every call that makes a floating-point tensor inside a module, by the id that the op would have."""
 
-    def __init__(self, model: nn.Module, factors: Mapping[str, float]) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, factors: Mapping[str, float]) -> None:
         super().__init__()
+        self._plan = plan
         self._factors = factors
         self._buffers = {id(b) for b in model.buffers()}
         self.calls: list[Call] = []
@@ -64,6 +66,23 @@ class Recorder(TorchFunctionMode):
         for name, module in model.named_modules():
             module.register_forward_pre_hook(lambda _m, _x, name=name: self._stack.append(name))
             module.register_forward_hook(lambda _m, _x, _y: self._leave())
+
+    def _attend(self, call: Call, func: Any, args: Any, kwargs: Any, y: Tensor) -> None:
+        """What attention has inside, its kernel alone knows: it runs in the plan's format, too."""
+        fmt = self._plan.format_of.get((call.op, Role.OUTPUT), "fp32")
+        scale = 2.0 ** max((r.scale_log2 for r in self._plan.regions if call.op in r.ops), default=0)
+        mine = [x.detach().to(dtype_of(fmt)).requires_grad_() for x in args[:3]]
+        with torch.enable_grad():
+            narrow = func(*mine, *args[3:], **kwargs)
+        call.made = max(call.made, largest(narrow))
+
+        def backward(g: Tensor) -> None:
+            with torch.enable_grad():
+                sent = torch.autograd.grad(narrow, mine, (g * scale).to(narrow.dtype))
+            call.sent = max(call.sent, *(largest(x) / scale for x in sent))
+
+        if y.requires_grad:
+            y.register_hook(backward)
 
     def _leave(self) -> None:
         self._stack.pop()
@@ -89,7 +108,9 @@ class Recorder(TorchFunctionMode):
             if y.requires_grad:
                 y.register_hook(lambda g: setattr(call, "arriving", max(call.arriving, largest(g))))
         # What an addition sends on is what arrives, and the gradient of what it reads is other readers' as well.
-        for x in cast if name not in KINDS else ():
+        if name == "scaled_dot_product_attention":
+            self._attend(call, func, args, kwargs or {}, made[0])
+        for x in cast if not key.endswith(":add") else ():
             if x.requires_grad and not isinstance(x, nn.Parameter):
                 x.register_hook(lambda g: setattr(call, "sent", max(call.sent, largest(g))))
         return result
@@ -98,12 +119,13 @@ class Recorder(TorchFunctionMode):
 def recorded(
     model: nn.Module,
     loss_of: Callable[[nn.Module], Tensor],
+    plan: Plan,
     factors: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Call]:
     """The calls of a step, forward and backward, of a copy of the model in FP32. `factors`: by op, what its result is
     times, its gradient aside."""
     plain = copy.deepcopy(model)
-    recorder = Recorder(plain, factors)
+    recorder = Recorder(plain, plan, factors)
     with torch.random.fork_rng(), recorder:
         loss = loss_of(plain)
     if loss.requires_grad:
