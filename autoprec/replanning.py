@@ -64,7 +64,7 @@ class Replanning:
             )
         limit = self._scheduler.bytes_of(parse_budget(budget)) if budget is not None else self.plan.budget_bytes
         before = self.plan
-        plan, _ = self._scheduler.solve_again(before, limit, self._banned, _tournament(self, []))
+        plan, _ = self._scheduler.solve_again(before, limit, self._banned, _tournament(self, list(self._calls)))
         self.adopt(plan)
         asked = "the same budget" if budget is None else f"a budget of {budget}"
         self._event("planned", trigger="asked", evidence=f"for {asked}: {', '.join(plan.formats_used()) or 'fp32'}")

@@ -337,7 +337,8 @@ class Session(Replanning, Resumable):
             self._losses.keep(self.steps)
             self._observed.keep(calibrating=self.calibrating)
             self.plan_or_judge()
-        self._calls.clear()
+        if self.plan is None or self.plan.budget_bytes is None or bad:
+            self._calls.clear()  # under a budget the step stays until the next begins: to measure a plan by
         if self._bad_in_row >= self.policy.guard.patience_steps:
             raise NonFiniteError(
                 f"{self._bad_in_row} bad steps in a row (guard.patience_steps {self.policy.guard.patience_steps});"

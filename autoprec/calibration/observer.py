@@ -81,19 +81,20 @@ class StepObserver:
         before = self._found.get(key)
         self._found[key] = found if before is None else before.merge(found)
 
-    def value(self, tensor_id: str, x: Tensor, *, through_edges: bool = False) -> Sample:
-        """Record a tensor; its gradient is recorded when it arrives. Returns the sample that is kept until then."""
+    def value(self, tensor_id: str, x: Tensor, *, through_edges: bool = False) -> Sample | None:
+        """Record a tensor; its gradient is recorded when it arrives. Returns the sample that is kept until then, None
+        where ranges alone are wanted and nothing is kept."""
         whole = sample(x, self.limit)
         self.add(tensor_id, "values", histogram(whole))
-        taken = thinned(whole, x, min(self.limit, KEPT_LIMIT))
+        taken = thinned(whole, x, min(self.limit, KEPT_LIMIT)) if self.sensitivities else None
         if x.requires_grad and torch.is_grad_enabled():
-            self._on_gradient(x, lambda g: self._gradient(tensor_id, taken, g, loss=not through_edges))
+            self._on_gradient(x, lambda g: self._gradient(tensor_id, None if through_edges else taken, g))
         return taken
 
-    def _gradient(self, tensor_id: str, taken: Sample, g: Tensor, *, loss: bool) -> None:
+    def _gradient(self, tensor_id: str, taken: Sample | None, g: Tensor) -> None:
         mark_gradient()
         self.add(tensor_id, "gradients", histogram(sample(g, self.limit)))
-        if loss and self.sensitivities:
+        if taken is not None:
             self.add(tensor_id, "loss", histogram(taken, taken.pick(g).double().square()))
 
     def _on_gradient(self, x: Tensor, record: Callable[[Tensor], None]) -> None:
@@ -126,8 +127,7 @@ class StepObserver:
         if fqn in self._seen_parameters:
             return
         self._seen_parameters.add(fqn)
-        taken = self.value(f"param:{fqn}", p)
-        del taken
+        self.value(f"param:{fqn}", p)
         if p.requires_grad and p.numel() and self.sensitivities:
             stride = stride_for(p.shape, WEIGHT_SAMPLE_LIMIT)
             self._weight_fraction[fqn] = (-(-p.numel() // stride)) / max(p.numel(), 1)
@@ -289,7 +289,9 @@ class ObservingInterpreter(GraphInterpreter):
             self.observer.parameter(self.binding.parameters[captured], x)
         elif captured in self.binding.tensor_id:
             tensor_id = self.binding.tensor_id[captured]
-            self._taken[captured] = self.observer.value(tensor_id, x, through_edges=captured in self.mixed)
+            taken = self.observer.value(tensor_id, x, through_edges=captured in self.mixed)
+            if taken is not None:
+                self._taken[captured] = taken
 
     def _run_op(self, n: fx.Node, op: OpNode) -> Any:
         if op.gemm is None or not self.observer.sensitivities:
@@ -345,6 +347,8 @@ class ObservingInterpreter(GraphInterpreter):
             if shown and y.is_floating_point() and not op.transformed:
                 with self._unseen():
                     taken = self.observer.value(tensor_id, y, through_edges=captured in self.mixed)
+                if taken is None:
+                    continue
                 if len(op.outputs) > 1:
                     self._parts[tensor_id] = taken
                 if tensor_id == op.outputs[0]:

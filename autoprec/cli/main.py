@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 
 from autoprec.cli.command import app
-from autoprec.cli.groups import cases, models, plans, policies  # importing a group registers its commands
+from autoprec.cli.groups import cases, models, plans, policies, runs  # importing a group registers its commands
 
 __all__ = ["app", "main"]
 
-GROUPS = (models, plans, policies, cases)
+GROUPS = (models, plans, runs, policies, cases)
 
 
 @app.callback(invoke_without_command=True)

@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["BufferSnapshot", "GradientWatch", "OptimizerSnapshot", "PutAside", "calls_closure_once", "is_torchs_own"]
+__all__ = [
+    "BufferSnapshot",
+    "GradientWatch",
+    "OptimizerSnapshot",
+    "PutAside",
+    "calls_closure_once",
+    "is_torchs_own",
+    "squares_gradients",
+]
 
 
 class GradientWatch:
@@ -26,14 +34,16 @@ class GradientWatch:
 
     Attributes:
         fresh: FQNs of the parameters that received a gradient since the last `clear`.
-        bad: FQNs of those among them that were non-finite (known at once on a CPU; after `verdict` elsewhere), or so
-            large that FP32 does not hold the sum of their squares: an optimizer's second moments would be infinite.
+        bad: FQNs of those among them that were non-finite (known at once on a CPU; after `verdict` elsewhere).
+        large: FQNs of those that were finite, and so large that FP32 does not hold the sum of their squares: second
+            moments of an optimizer would be infinite.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.fresh: set[str] = set()
         self.bad: set[str] = set()
-        self._flags: dict[str, Tensor] = {}
+        self.large: set[str] = set()
+        self._flags: dict[str, tuple[Tensor, Tensor]] = {}
         self._judged: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._unwatched = dict(parameters)
@@ -68,19 +78,21 @@ class GradientWatch:
             return
         values = _values(g)
         if values.device.type == "cpu":
-            if not math.isfinite(float(torch.linalg.vector_norm(values))):
-                self.bad.add(fqn)
+            if _looks_large(values) and not math.isfinite(float(torch.linalg.vector_norm(values))):
+                (self.large if bool(values.isfinite().all()) else self.bad).add(fqn)
         else:
-            flag = ~torch.linalg.vector_norm(values).isfinite()
-            before = self._flags.get(fqn)
-            self._flags[fqn] = flag if before is None else before | flag
+            bad, large = ~values.isfinite().all(), ~torch.linalg.vector_norm(values).isfinite()
+            before = self._flags.get(fqn, (False, False))
+            self._flags[fqn] = bad | before[0], large | before[1]
 
     def verdict(self) -> bool:
         """True if every gradient since `clear` was finite. Waits for the device once."""
         if self._flags:
             names = list(self._flags)
-            values = torch.stack([self._flags[n] for n in names]).tolist()
-            self.bad.update(n for n, bad in zip(names, values, strict=True) if bad)
+            values = torch.stack([torch.stack(self._flags[n]) for n in names]).tolist()
+            for name, (bad, large) in zip(names, values, strict=True):
+                if bad or large:
+                    (self.bad if bad else self.large).add(name)
             self._flags.clear()
         return not self.bad
 
@@ -109,6 +121,7 @@ class GradientWatch:
         """A new step begins."""
         self.fresh.clear()
         self.bad.clear()
+        self.large.clear()
         self._flags.clear()
         self._judged.clear()
 
@@ -117,6 +130,18 @@ class GradientWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+#: Elements up to which a norm costs as much as a sum on a CPU; of a million it costs twice as much or more.
+_SHORT = 1 << 12
+
+#: Numbers whose squares leave FP32 sum up to more than this, also where they cancel: to their rounding errors.
+_LARGE_SUM = 1e6
+
+
+def _looks_large(values: Tensor) -> bool:
+    """Whether the norm must be looked at: a sum says at one read that all is finite and far from too large."""
+    return values.numel() <= _SHORT or not abs(float(values.sum())) <= _LARGE_SUM
 
 
 def _values(g: Tensor) -> Tensor:
@@ -223,6 +248,11 @@ class BufferSnapshot:
 def calls_closure_once(optimizer: Optimizer) -> bool:
     """True for torch's own optimizers other than LBFGS: they call a closure once, before they touch anything."""
     return is_torchs_own(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+def squares_gradients(optimizer: Optimizer) -> bool:
+    """Whether it may keep squares of gradients: all but plain gradient descent."""
+    return not isinstance(optimizer, (torch.optim.SGD, torch.optim.ASGD, torch.optim.Rprop))
 
 
 def is_torchs_own(optimizer: Optimizer) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from autoprec.execution import boundaries
-from autoprec.execution.guard import BufferSnapshot, GradientWatch
+from autoprec.execution.guard import BufferSnapshot, GradientWatch, squares_gradients
 
 __all__ = ["StepGuard", "StepKeeper"]
 
@@ -104,6 +104,8 @@ class StepGuard:
         if not self.in_step and self.bad and self.watch.bad_gradients_are_gone():
             self.bad = False  # that step is over for every optimizer
         self._keeper.before_first_update(self.missed(), scaled=boundaries.is_scaled_step(optimizer))
+        if self.watch.verdict() and squares_gradients(optimizer):
+            self.watch.bad |= self.watch.large
         return not self.bad and self.watch.verdict() and not self._bad_buffers() and not self._keeper.loss_is_off()
 
     def _bad_buffers(self) -> bool:

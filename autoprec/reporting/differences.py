@@ -122,7 +122,7 @@ def difference_tables(found: Differences, before: Plan, after: Plan) -> Iterator
         by_place.setdefault(c.of, []).append(f"{c.what} {_shown(c.was)} → {_shown(c.now)}")
     grouped: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for place, what in by_place.items():
-        grouped.setdefault((_NUMBER.sub("*", place), tuple(what)), []).append(place)
+        grouped.setdefault((NUMBER.sub("*", place), tuple(what)), []).append(place)
     rows = [
         (places[0] if len(places) == 1 else pattern, str(len(places)), ", ".join(what))
         for (pattern, what), places in grouped.items()
@@ -143,13 +143,13 @@ def difference_tables(found: Differences, before: Plan, after: Plan) -> Iterator
 
 
 #: Numbers that are a whole part of a module's name, which layers of one kind differ in.
-_NUMBER = re.compile(r"(?<![^.])\d+(?=[.:])")
+NUMBER = re.compile(r"(?<![^.])\d+(?=[.:])")
 
 
 def _by_pattern(ops: Sequence[str]) -> list[tuple[str, str]]:
     found: dict[str, list[str]] = {}
     for op in ops:
-        found.setdefault(_NUMBER.sub("*", op), []).append(op)
+        found.setdefault(NUMBER.sub("*", op), []).append(op)
     return [(names[0] if len(names) == 1 else pattern, str(len(names))) for pattern, names in found.items()]
 
 

@@ -82,7 +82,7 @@ def decisions(plan: Plan) -> tuple[OpDecision, ...]:
     for a in plan.assignments:
         roles.setdefault(a.op, []).append(a)
     for s in plan.storages:
-        storages.setdefault(_maker(s.tensor), []).append(s)
+        storages.setdefault(maker(s.tensor), []).append(s)
     return tuple(
         OpDecision(
             op=op,
@@ -234,7 +234,7 @@ def how_decided(s: Storage) -> str:
     return "lives in" if is_parameter(s.tensor) else f"kept: {s.tensor}"
 
 
-def _maker(tensor: str) -> str:
+def maker(tensor: str) -> str:
     if is_parameter(tensor):
         return ":".join(tensor.removeprefix("param:").rpartition(".")[::2])
     found = _OUTPUT_OF.fullmatch(tensor)

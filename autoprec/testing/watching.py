@@ -18,8 +18,8 @@ class Seen:
 
     Attributes:
         loss: before the step.
-        bad: whether a gradient, the sum of its squares, or a buffer that was finite before was not finite in FP32 when
-            the optimizer was called.
+        bad: whether a gradient, or a buffer that was finite before, was not finite when the optimizer was called; where
+            that keeps squares, also whether FP32 did not hold the sum of a gradient's.
         changed: names of parameters, buffers and optimizer state of which a bad step changed a bit, or any step made a
             finite one not finite.
     """
@@ -41,7 +41,8 @@ class Watch:
         self._optimizer.zero_grad()
         loss = loss_of()
         loss.backward()  # type: ignore[no-untyped-call]
-        bad = any(p.grad is not None and not _has_squares(p.grad) for p in self._model.parameters())
+        holds = _is_finite if isinstance(self._optimizer, torch.optim.SGD) else _has_squares
+        bad = any(p.grad is not None and not holds(p.grad) for p in self._model.parameters())
         bad = bad or any(
             not _is_finite(b) and _is_finite(before[f"buffer {n}"]) for n, b in self._model.named_buffers()
         )
