@@ -79,6 +79,8 @@ class Replanning:
         self._observed.take_window()  # a window is of one plan: gradients carry the scales of its regions
         for slot in self._slots.values():
             slot.adopt(plan, self._device_type)
+            if slot.trains and slot.calls and (refused := slot.prepare()):
+                self._event("warning", trigger="lowering", evidence=f"{refused}; runs uncompiled under this plan")
 
     @property
     def _banned(self: Session) -> frozenset[tuple[str, ...]]:  # type: ignore[misc]

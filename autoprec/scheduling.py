@@ -13,7 +13,7 @@ from autoprec.calibration.foreseeing import with_private_bytes, without_hooks
 from autoprec.calibration.structure import TimingCase
 from autoprec.calibration.timing import measure_casts, time_ops
 from autoprec.devices import Device
-from autoprec.errors import DeviceError, InfeasibleError, InputError, SolverError
+from autoprec.errors import DeviceError, InfeasibleError, InputError, SolverError, UnsupportedError
 from autoprec.execution.slots import Slot
 from autoprec.execution.tournament import Outcome, Tournament
 from autoprec.formats import is_operands_only
@@ -181,7 +181,7 @@ class Scheduler:
         proposals = propose(question, advise=False)
         plan, limit, excess = by_prediction(proposals, prefer=fastest), question.budget_bytes, 0
         for _ in range(_TIGHTENINGS):
-            excess = 0 if limit is None or tournament.empty else _peak(proposals, plan, tournament) - limit
+            excess = 0 if limit is None or tournament.empty else _excess_of(plan, proposals, tournament, limit)
             if limit is None or excess <= 0 or plan.predicted is None:
                 break
             told = min(proposals.problem.budget_bytes or limit, plan.predicted.peak_bytes)
@@ -244,12 +244,16 @@ def _contest(proposals: Proposals, tournament: Tournament) -> Plan:
     return plan
 
 
-def _peak(proposals: Proposals, plan: Plan, tournament: Tournament) -> int:
-    """Measured on a replayed step, in the units of the plan's totals."""
+def _excess_of(plan: Plan, proposals: Proposals, tournament: Tournament, limit: int) -> int:
+    """By how much a plan's peak, measured on a replayed step, breaks the limit; 0 where the step cannot be replayed
+    under it: the plan then stands by its prediction."""
     problem = proposals.problem
     same = (p for p in proposals.all if proposals.decisions(p.solution).fingerprint == plan.fingerprint)
     chosen = next(same, proposals.best).solution.choice.options
-    return problem.fixed_bytes + problem.frozen_bytes(chosen) + tournament.peak_of(plan)
+    try:
+        return problem.fixed_bytes + problem.frozen_bytes(chosen) + tournament.peak_of(plan) - limit
+    except (RuntimeError, UnsupportedError):  # no memory for it, or the compiler refuses
+        return 0
 
 
 def _excess_bytes(proposals: Proposals, measured: Mapping[str, Measurement], budget: int | None) -> int:

@@ -126,6 +126,9 @@ class Session(Replanning, Resumable):
         dispatch.install(model, self)
         self._guard = StepGuard(model, self._parameters, self)
         self._frozen = FrozenParameters(model, self._parameters, self._event, plan)
+        if plan is not None:
+            self._log.note(0, "planned", trigger="given", evidence=f"{', '.join(plan.formats_used()) or 'fp32'}; given")
+            self._log.assign(0, None, plan)
 
     # What people read ------------------------------------------------------------------------------------------
 

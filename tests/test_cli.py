@@ -21,7 +21,8 @@ import pytest
 from autoprec.serial import read_device, read_plan, read_profile, write_device, write_plan
 from tests.cli_targets import TARGETS
 
-COMMANDS = ("demo", "calibrate", "plan", "explain", "diff", "pareto", "check", "schema", "replay", "doctor")
+COMMANDS = ("demo", "calibrate", "plan", "explain", "diff", "pareto", "check", "schema", "replay", "doctor",
+            "watch", "chaos")  # fmt: skip
 
 Answer = tuple[int, str, str]
 Run = Callable[..., Answer]

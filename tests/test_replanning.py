@@ -174,6 +174,33 @@ def test_not_in_a_step_and_not_before_there_is_a_plan() -> None:
     loss.backward()
 
 
+@pytest.mark.parametrize("budget", [None, "100%"])
+def test_a_plan_that_does_not_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, budget: str | None) -> None:
+    """The run of weeks goes on; it is told, and the plan that compiled before comes back compiled."""
+    from autoprec.execution import inductor
+
+    chosen = policy(objective="time", rules=[{"match": "2", "pin": "bf16", "optional": True}])
+    run = Training(chosen, budget=budget, backend="inductor")
+    run.steps(4)
+    first, compiled = run.session.plan, len(run.session.lowering.compiled)
+    assert first is not None and compiled and not first.is_identity
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inductor, "compile_fx", refuse)
+        run.session._stability.floors = run.session._stability.floors.with_ban("2:linear#0", "bf16", "noise")
+        run.session.replan()
+        run.steps(2)
+    assert run.session.plan is not None and run.session.plan.fingerprint != first.fingerprint
+    assert "runs uncompiled under this plan" in run.told("warning")[-1].evidence
+    assert len(run.session.lowering.compiled) == compiled and run.session.skipped_steps == 0
+    run.session.adopt(first)
+    run.steps(2)
+    assert len(run.session.lowering.compiled) == compiled
+
+
 # Spikes of the loss ------------------------------------------------------------------------------------------------
 
 

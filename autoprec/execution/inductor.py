@@ -50,11 +50,16 @@ class Inductor:
         self.compiled: list[Compiled] = []
         self.executed: Mapping[str, str] = {}
 
+    def prepare(self) -> None:
+        """Compile with the symbols that Dynamo captured."""
+        if self._general is None:
+            self._general = self._compile_with_symbols()
+
     def __call__(self, *arguments: Any) -> Any:
         """Run it, compiled now if nothing that is there fits."""
         sizes = tuple(int(arguments[i]) for i in self._symbols)
-        if self._general is None:
-            self._general = self._compile_with_symbols()
+        self.prepare()
+        assert self._general is not None
         run, holds = self._general
         if holds(sizes):
             return run(*arguments)

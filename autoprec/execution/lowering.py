@@ -74,6 +74,9 @@ class Runner(Protocol):
     executed: Mapping[str, str]
     compiled: Sequence[Compiled]
 
+    def prepare(self) -> None:
+        """Compile what can be compiled before the first call. Raises `UnsupportedError` if that fails."""
+
     def __call__(self, *arguments: Any) -> Any:
         """Run it on the graph's inputs."""
 
@@ -84,6 +87,7 @@ class Lowering:
     def __init__(self, backend: str) -> None:
         self.backend = backend
         self._graphs: dict[tuple[Binding, str], Inductor] = {}
+        self._refused: set[tuple[Binding, str]] = set()
 
     @property
     def compiles(self) -> bool:
@@ -101,11 +105,20 @@ class Lowering:
         if self.backend == "eager" or plan is None:
             return _Eager(binding, plan, rewritten)
         key = (binding, "" if rewritten is None or plan is None else plan.fingerprint)
+        if key in self._refused:
+            return _Eager(binding, plan, rewritten)
         if key not in self._graphs:
             from autoprec.execution.inductor import Inductor  # the compiler takes a second to import
 
             self._graphs[key] = Inductor(binding, plan, rewritten)
         return self._graphs[key]
+
+    def uncompiled(self, binding: Binding, plan: Plan, rewritten: Rewritten | None) -> Runner:
+        """What the compiler refused, as it is; also when this plan comes back."""
+        key = (binding, "" if rewritten is None else plan.fingerprint)
+        self._graphs.pop(key, None)
+        self._refused.add(key)
+        return _Eager(binding, plan, rewritten)
 
 
 class _Eager:
@@ -118,6 +131,9 @@ class _Eager:
             self._unchecked = partial(CheckingInterpreter, rewritten, binding, plan)
         self.executed: Mapping[str, str] = {}
         self.compiled: Sequence[Compiled] = ()
+
+    def prepare(self) -> None:
+        """Nothing is compiled."""
 
     def __call__(self, *arguments: Any) -> Any:
         if self._unchecked is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from autoprec.errors import UnsupportedError
 from autoprec.execution.lowering import Lowering, Runner
 from autoprec.plans import Plan
 from autoprec.rewriting.rewrite import Rewritten, rewrite
@@ -50,6 +51,16 @@ class Slot:
         if plan is not None and not plan.is_identity:
             self.rewritten = rewrite(self.binding, plan, device_type)
         self.runner = self.lowering.runs(self.binding, plan, self.rewritten)
+
+    def prepare(self) -> str:
+        """Compile the plan now, where that is to be; "" or why the compiler refused, and the graph runs as it is."""
+        try:
+            self.runner.prepare()
+        except UnsupportedError as error:
+            assert self.plan is not None
+            self.runner = self.lowering.uncompiled(self.binding, self.plan, self.rewritten)
+            return str(error)
+        return ""
 
     @property
     def module(self) -> fx.GraphModule:

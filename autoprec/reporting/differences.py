@@ -15,7 +15,7 @@ from autoprec.planning.reasons import bytes_text
 from autoprec.plans import Plan, Totals
 from autoprec.reporting.plans import TOTALS, decisions, storage_text
 
-__all__ = ["Change", "Differences", "RegionChange", "difference_tables", "differences", "differences_data"]
+__all__ = ["NUMBER", "Change", "Differences", "RegionChange", "difference_tables", "differences", "differences_data"]
 
 #: Rows of one table for people; programs get all.
 _MOST_ROWS = 40

@@ -25,6 +25,7 @@ __all__ = [
     "decisions",
     "device_line",
     "how_decided",
+    "maker",
     "matching",
     "op_table",
     "ops_table",
@@ -235,6 +236,7 @@ def how_decided(s: Storage) -> str:
 
 
 def maker(tensor: str) -> str:
+    """The op, or the module, that a tensor's row belongs to."""
     if is_parameter(tensor):
         return ":".join(tensor.removeprefix("param:").rpartition(".")[::2])
     found = _OUTPUT_OF.fullmatch(tensor)

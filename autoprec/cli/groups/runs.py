@@ -1,4 +1,4 @@
-"""Commands about a run that goes on: watch."""
+"""Commands about a run: watch, and chaos, which proves what it promises."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from autoprec.cli.command import Json, command
+from autoprec.cli.command import Json, PolicyName, command
 
-__all__ = ["watch"]
+__all__ = ["chaos", "watch"]
 
 
 @command
@@ -26,3 +26,28 @@ def watch(
     from autoprec.cli.watching import watch_run
 
     return watch_run(run, interval, once=once, as_json=json)
+
+
+@command
+def chaos(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="file.py:function or module:function; the function returns (model, batches, loss_fn).",
+        ),
+    ],
+    policy: PolicyName = "balanced",
+    faults: Annotated[int, typer.Option("--faults", min=1, help="How many; every kind in turn.")] = 60,
+    seed: Annotated[int, typer.Option("--seed", help="Of the ops and steps that they are put into.")] = 0,
+    optimizer: Annotated[str, typer.Option("--optimizer", help="adamw or sgd.")] = "adamw",
+    backend: Annotated[str, typer.Option("--backend", help="eager or inductor.")] = "eager",
+    json: Json = False,
+) -> int:
+    """Put faults into training runs of a model, and count what became of them.
+
+    Exit code 1 if a bad step changed anything, a fault was missed, or more than 5 of 100 are blamed on a wrong op.
+    """
+    from autoprec.cli.chaos import run_chaos
+
+    return run_chaos(target, policy, faults, seed, optimizer, backend, as_json=json)
