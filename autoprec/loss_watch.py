@@ -22,7 +22,7 @@ class LossWatch:
 
     def __init__(self, limits: Guard) -> None:
         self._limits, self._known = limits, Losses()
-        self._waiting: list[Tensor] = []
+        self._waiting: list[Tensor | float] = []
         self._seen: list[Tensor] = []
         self._told: list[Tensor] = []
         self._first = 0
@@ -59,7 +59,7 @@ class LossWatch:
         if (loss := self._of_step()) is not None:
             if not self._waiting:
                 self._first = step
-            self._waiting.append(loss)
+            self._waiting.append(float(loss) if loss.device.type == "cpu" else loss)
         self.drop()
 
     def window_over(self) -> Spike | None:
@@ -71,7 +71,7 @@ class LossWatch:
     def known(self) -> Losses:
         """All so far; waits for the device."""
         if self._waiting:
-            values = torch.stack([x.float() for x in self._waiting]).tolist()
+            values = torch.stack([torch.as_tensor(x, dtype=torch.float32) for x in self._waiting]).tolist()
             self._known = self._known.extended(values, self._first)
             self._waiting = []
         return self._known

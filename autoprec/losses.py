@@ -32,13 +32,18 @@ class Spike:
 
 @dataclass(frozen=True, kw_only=True)
 class Losses:
-    """Losses of the good steps of the window in progress, oldest first, and the number of the first of these steps;
-    median and spread of the window before."""
+    """Losses of the good steps of the window in progress, oldest first, and the number of the first of these steps; of
+    the window before, the median and the spread, and where all its losses were above 0 those of their logarithms.
+
+    Losses that are nearly 0 differ by factors from batch to batch: a spike is far from the others by both measures.
+    """
 
     window: tuple[float, ...] = ()
     first_step: int = 0
     median: float | None = None
     spread: float | None = None
+    log_median: float | None = None
+    log_spread: float | None = None
 
     def extended(self, losses: Sequence[float], first_step: int) -> Losses:
         """With more of them, the first of which is of this step."""
@@ -49,22 +54,29 @@ class Losses:
         """What a loss must not be above, by the window before; infinite where that says nothing."""
         if self.median is None or self.spread is None:
             return math.inf
-        return self.median + sigmas * self.spread
+        limit = self.median + sigmas * self.spread
+        if self.log_median is None or self.log_spread is None:
+            return limit
+        return max(limit, math.exp(min(self.log_median + sigmas * self.log_spread, 700.0)))
 
     def window_over(self, sigmas: float) -> tuple[Losses, Spike | None]:
         """The next window's, and the spike of this one if there was one."""
         if len(self.window) < _LEAST:
             return replace(self, window=()), None
-        median, spread = _middle(self.window)
-        at = max(range(len(self.window)), key=lambda i: self.window[i])
-        far = (self.window[at] - median) / spread
+        median, spread = _middle(self.window, _LEAST_FRAC)
         after = Losses(median=median, spread=spread)
-        if far <= sigmas:
+        if min(self.window) > 0.0:
+            log_median, log_spread = _middle([math.log(v) for v in self.window], 0.0)
+            after = replace(after, log_median=log_median, log_spread=max(log_spread, _LEAST_FRAC))
+        at = max(range(len(self.window)), key=lambda i: self.window[i])
+        loss = self.window[at]
+        if loss <= after.limit(sigmas):
             return after, None
-        return after, Spike(step=self.first_step + at, loss=self.window[at], median=median, spread=spread, sigmas=far)
+        far = (loss - median) / spread
+        return after, Spike(step=self.first_step + at, loss=loss, median=median, spread=spread, sigmas=far)
 
 
-def _middle(values: Sequence[float]) -> tuple[float, float]:
+def _middle(values: Sequence[float], least_frac: float) -> tuple[float, float]:
     median = statistics.median(values)
     spread = _SIGMA * statistics.median(abs(v - median) for v in values)
-    return median, max(spread, _LEAST_FRAC * abs(median), 1e-30)
+    return median, max(spread, least_frac * abs(median), 1e-30)

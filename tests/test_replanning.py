@@ -244,12 +244,22 @@ def test_the_limit_is_the_windows_median_and_spread() -> None:
     spread = 1.4826 * statistics.median(abs(v - median) for v in values)
     assert spike is not None and (spike.step, spike.loss) == (13, 9.0)
     assert spike.sigmas == pytest.approx((9.0 - median) / spread)
-    assert after.window == () and after.limit(10.0) == pytest.approx(median + 10.0 * spread)
+    logs = [math.log(v) for v in values]
+    log_spread = 1.4826 * statistics.median(abs(v - math.log(median)) for v in logs)
+    assert after.window == ()
+    assert after.limit(10.0) == pytest.approx(max(median + 10.0 * spread, median * math.exp(10.0 * log_spread)))
     assert Losses().extended(values, 0).window_over(1e3)[1] is None
     assert Losses().extended(values[:5], 0).window_over(0.1)[1] is None  # too few to say
     assert Losses().limit(10.0) == math.inf
 
 
+def test_losses_near_zero_differ_by_factors() -> None:
+    """30 times the median is no spike where each third loss is five times it, and each third a fifth."""
+    values = [1e-3 * 5.0 ** (k % 3 - 1) for k in range(30)]
+    assert Losses().extended([*values, 0.03], 0).window_over(10.0)[1] is None
+    assert Losses().extended([*[1e-3] * 30, 0.03], 0).window_over(10.0)[1] is not None
+
+
 def test_equal_losses_have_a_spread() -> None:
     after, spike = Losses().extended([2.0] * 9, 0).window_over(10.0)
-    assert spike is None and after.limit(10.0) == pytest.approx(2.0 + 10.0 * 2e-3)
+    assert spike is None and after.limit(10.0) == pytest.approx(2.0 * math.exp(10.0 * 1e-3))
