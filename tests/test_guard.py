@@ -228,3 +228,28 @@ def test_an_overflow_of_fp16_is_caught_named_and_promoted() -> None:
     assert not session.step_was_skipped and session.steps > 4
     lines = open("events.jsonl", encoding="utf-8").read().splitlines()
     assert [autoprec.serial.event_from_json_line(line) for line in lines if '"promoted"' in line] == promoted
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_elsewhere_the_host_waits_once_a_step(monkeypatch: pytest.MonkeyPatch, bad: bool) -> None:
+    """What a GPU does, on a CPU: gradients leave flags, which are read once, before the update."""
+    monkeypatch.setattr("autoprec.execution.guard._READ_AT_ONCE", ())
+    reads: list[str] = []
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu"):
+        method = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, lambda self, *a, _n=name, _m=method: (reads.append(_n), _m(self, *a))[1])
+    model = autoprec.compile(
+        nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)), policy="observe", events=None
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    session, counts = autoprec.session(model), []
+    while session.plan is None or session.steps < 12:
+        reads.clear()
+        optimizer.zero_grad()
+        (model(torch.randn(8, 16)) * (1e38 if bad and session.steps == 11 else 1.0)).square().sum().backward()
+        during = list(reads)
+        optimizer.step()
+        counts.append((during, reads[len(during) :].count("tolist")))
+        if session.skipped_steps:
+            break
+    assert counts[-1] == ([], 1) and session.skipped_steps == int(bad)

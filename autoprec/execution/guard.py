@@ -77,7 +77,7 @@ class GradientWatch:
         if g is None:
             return
         values = _values(g)
-        if values.device.type == "cpu":
+        if values.device.type in _READ_AT_ONCE:
             if _looks_large(values) and not math.isfinite(float(torch.linalg.vector_norm(values))):
                 (self.large if bool(values.isfinite().all()) else self.bad).add(fqn)
         else:
@@ -131,6 +131,9 @@ class GradientWatch:
             handle.remove()
         self._handles.clear()
 
+
+#: Devices that the host need not wait for.
+_READ_AT_ONCE = ("cpu",)
 
 #: Elements up to which a norm costs as much as a sum on a CPU; of a million it costs twice as much or more.
 _SHORT = 1 << 12
