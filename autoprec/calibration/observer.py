@@ -84,12 +84,16 @@ class StepObserver:
     def value(self, tensor_id: str, x: Tensor, *, through_edges: bool = False) -> Sample | None:
         """Record a tensor; its gradient is recorded when it arrives. Returns the sample that is kept until then, None
         where ranges alone are wanted and nothing is kept."""
-        whole = sample(x, self.limit)
-        self.add(tensor_id, "values", histogram(whole))
+        whole = self._values(tensor_id, x)
         taken = thinned(whole, x, min(self.limit, KEPT_LIMIT)) if self.sensitivities else None
         if x.requires_grad and torch.is_grad_enabled():
             self._on_gradient(x, lambda g: self._gradient(tensor_id, None if through_edges else taken, g))
         return taken
+
+    def _values(self, tensor_id: str, x: Tensor) -> Sample:
+        whole = sample(x, self.limit)
+        self.add(tensor_id, "values", histogram(whole))
+        return whole
 
     def _gradient(self, tensor_id: str, taken: Sample | None, g: Tensor) -> None:
         mark_gradient()
@@ -127,8 +131,11 @@ class StepObserver:
         if fqn in self._seen_parameters:
             return
         self._seen_parameters.add(fqn)
+        if not self.sensitivities:
+            self._values(f"param:{fqn}", p)  # nobody judges the gradients: they are made in FP32, without a scale
+            return
         self.value(f"param:{fqn}", p)
-        if p.requires_grad and p.numel() and self.sensitivities:
+        if p.requires_grad and p.numel():
             stride = stride_for(p.shape, WEIGHT_SAMPLE_LIMIT)
             self._weight_fraction[fqn] = (-(-p.numel() // stride)) / max(p.numel(), 1)
 
@@ -243,6 +250,8 @@ class ObservingInterpreter(GraphInterpreter):
         self.op_of = binding.op_of
         self.structure = None if rewritten and observer.sensitivities else observer.structure
         self.mixed = _mixed_readers(binding) if observer.sensitivities else set()
+        #: What products read.
+        self.factors = {n for op in binding.ops if op.op_class is OpClass.GEMM for n, _ in op.inputs}
         self._taken: dict[fx.Node, Sample] = {}
         self._parts: dict[str, Sample] = {}
 
@@ -286,6 +295,8 @@ class ObservingInterpreter(GraphInterpreter):
         if not x.is_floating_point():
             return
         if captured in self.binding.parameters:
+            if not self.observer.sensitivities and captured not in self.factors:
+                return  # norms and lookups have their parameters in FP32, whatever they compute in
             self.observer.parameter(self.binding.parameters[captured], x)
         elif captured in self.binding.tensor_id:
             tensor_id = self.binding.tensor_id[captured]
