@@ -66,9 +66,13 @@ class GradientWatch:
         weak_self = weakref.ref(self)
 
         def look(p: Tensor) -> None:
-            watch = weak_self()
-            if watch is not None:
-                watch._look(fqn, p.grad)
+            watch, g = weak_self(), p.grad
+            if watch is None:
+                return
+            if g is not None and g.layout is torch.strided and g.device.type in _READ_AT_ONCE and _is_fine(g):
+                watch.fresh.add(fqn)
+            else:
+                watch._look(fqn, g)
 
         return look
 
@@ -78,7 +82,7 @@ class GradientWatch:
             return
         values = _values(g)
         if values.device.type in _READ_AT_ONCE:
-            if _looks_large(values) and not math.isfinite(float(torch.linalg.vector_norm(values))):
+            if not math.isfinite(float(torch.linalg.vector_norm(values))):
                 (self.large if bool(values.isfinite().all()) else self.bad).add(fqn)
         else:
             bad, large = ~values.isfinite().all(), ~torch.linalg.vector_norm(values).isfinite()
@@ -142,9 +146,12 @@ _SHORT = 1 << 12
 _LARGE_SUM = 1e6
 
 
-def _looks_large(values: Tensor) -> bool:
-    """Whether the norm must be looked at: a sum says at one read that all is finite and far from too large."""
-    return values.numel() <= _SHORT or not abs(float(values.sum())) <= _LARGE_SUM
+def _is_fine(g: Tensor) -> bool:
+    """Whether one read shows that all is finite and far from too large; if not, the norm has to be looked at."""
+    if g.is_complex():
+        return False
+    found = torch.linalg.vector_norm(g) if g.numel() <= _SHORT else g.sum()
+    return -_LARGE_SUM <= found.item() <= _LARGE_SUM
 
 
 def _values(g: Tensor) -> Tensor:
