@@ -84,6 +84,8 @@ def histogram(taken: Sample, weights: Tensor | None = None) -> RangeHistogram:
     k = magnitudes.numel()
     if k == 0:
         return RangeHistogram.empty()
+    if weights is None and not taken.nonfinite:
+        return _counted(taken)
     x = magnitudes.double()
     w = torch.ones_like(x) if weights is None else weights.double()
     bad = ~(x.isfinite() & w.isfinite())
@@ -98,5 +100,22 @@ def histogram(taken: Sample, weights: Tensor | None = None) -> RangeHistogram:
         np.ascontiguousarray(dense.cpu().numpy()),
         amax=taken.amax,
         nonfinite=taken.nonfinite,
+        elements=float(taken.numel),
+    )
+
+
+def _counted(taken: Sample) -> RangeHistogram:
+    """Without weights, of finite elements: by numpy, over the bins that there are; a third of the time."""
+    x = taken.magnitudes.cpu().numpy()
+    bins = x.view(np.int32) >> 21
+    first = int(bins.min())
+    bins = bins - first
+    wide = x.astype(np.float64)
+    sums = np.stack([np.bincount(bins), np.bincount(bins, wide), np.bincount(bins, wide * wide)], axis=1)
+    there = np.flatnonzero(sums[:, 0])
+    return RangeHistogram(
+        bins=there + first,
+        moments=np.ascontiguousarray(sums[there]) * (taken.numel / x.size),
+        amax=taken.amax,
         elements=float(taken.numel),
     )
