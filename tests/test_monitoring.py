@@ -315,3 +315,18 @@ def test_a_plan_from_a_file_gets_its_formats_back() -> None:
     session = run([1.0] * 4 + [3e5] * 8 + [1.0] * 60, half(), plan)
     assert {"promoted", "demoted"} <= {e.kind for e in session.events}
     assert session.plan is not None and session.plan.format_of == plan.format_of
+
+
+def test_gradients_of_parameters_and_parameters_of_norms_are_not_judged() -> None:
+    """They are made in FP32, without the region's scale: what would overflow under it is nothing."""
+    make = Maker(np.random.default_rng(0))
+    make.tensor(X, (64, 64))
+    graph = make.graph(make.norm(X))
+    weight = next(t for t in graph.ops[0].inputs if t.startswith("param:"))
+    plan = plan_in(graph, "fp16", 20)
+    tensors = (
+        TensorProfile(id=X, values=seen(NORMAL)[0]),
+        TensorProfile(id=weight, values=seen(NORMAL * 1e6)[0], gradients=seen(NORMAL)[0]),
+    )
+    window = Profile(graph_fingerprint="", steps=1, tensors=tensors)
+    assert Judge(plan, graph, window, LIMITS).verdicts() == ()
