@@ -359,7 +359,8 @@ def test_after_a_promotion_the_winner_stays_the_winner() -> None:
     scheduler: Scheduler = session._scheduler
     uniform = next(c for c in session.plan.contestants if c.name == "bf16")
     as_if = tuple(dataclasses.replace(c, adopted=c is uniform) for c in session.plan.contestants)
-    again, shortfall = scheduler.plan_again(dataclasses.replace(session.plan, contestants=as_if), frozenset())
+    before, nothing = dataclasses.replace(session.plan, contestants=as_if), Tournament([], {}, "cpu", session.lowering)
+    again, shortfall = scheduler.plan_again(before, frozenset(), nothing)
     assert not shortfall and {a.format for a in again.assignments if a.role is Role.OUTPUT} == {"bf16"}
 
 
@@ -400,7 +401,7 @@ def test_a_replay_is_given_the_gradients_that_came_from_outside(monkeypatch: pyt
             given.extend(c.output_gradients for c in calls)
             super().__init__(calls, *args)
 
-    monkeypatch.setattr("autoprec.sessions.Tournament", Looking)
+    monkeypatch.setattr("autoprec.replanning.Tournament", Looking)
     for used in (0.0, 2.0):
         torch._dynamo.reset()
         model, batches = Between(), [torch.randn(4, 8) for _ in range(2)]
