@@ -241,11 +241,11 @@ def test_a_plan_that_comes_back_is_not_compiled_again() -> None:
     autoprec.compile(model, plan=first, events=None, backend="inductor")
     session = autoprec.session(model)
     results = [step(model, x)]
-    session._adopt(second)
+    session.adopt(second)
     results.append(step(model, x))
     made = session.lowering.compiled
     assert [m.plan for m in made] == [first.fingerprint, second.fingerprint]
-    session._adopt(first)
+    session.adopt(first)
     results.append(step(model, x))
     assert session.lowering.compiled == made
     assert furthest(results[0][1], results[2][1]) == 0.0 < furthest(results[0][1], results[1][1])

@@ -78,7 +78,7 @@ class Runner:
         return self.found.workload.loss(self.model, batch)
 
     def adopt(self, plan: Plan) -> None:
-        self.session._adopt(plan)
+        self.session.adopt(plan)
         self.forward(self.batches[0])
 
     def change(self, plan: Plan) -> float:

@@ -326,7 +326,7 @@ def narrow(
             Assignment(op=o.id, role=r, format=fmt, reason="campaign") for o in ops if planned(o) for r in roles(o)
         )
     )
-    session._adopt(plan)
+    session.adopt(plan)
 
     def by_hand(slot: Any, given: Sequence[Any]) -> Any:
         interpreter = ManualCast(slot.binding.template.module, slot.binding.op_of, DTYPES[fmt])
