@@ -14,6 +14,7 @@ from functools import cached_property
 
 from autoprec.checks import check_amount, check_text, check_unique
 from autoprec.errors import StateError
+from autoprec.plans import Plan
 from autoprec.profiles import Profile
 
 __all__ = ["Ban", "Floors", "Trends", "Turn", "Verdict"]
@@ -76,12 +77,14 @@ class Ban:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What a window changes: formats that are banned, with the verdicts, and bans that are lifted. And what is told of
-    it: incidents that no format is to blame for, and figures of ops near a limit, as fields of events."""
+    """What a window changes: formats that are banned, with the verdicts, bans that are lifted, and the plan, if some of
+    its regions get other scales. And what is told of it: incidents that no format is to blame for, and figures of ops
+    near a limit, as fields of events."""
 
     floors: Floors
     banned: tuple[Verdict, ...] = ()
     lifted: tuple[Ban, ...] = ()
+    rescaled: Plan | None = None
     incidents: tuple[Verdict, ...] = ()
     figures: tuple[dict[str, str], ...] = ()
 
@@ -148,28 +151,39 @@ class Trends:
 
     Attributes:
         last: ((tensor, what), (log2 amax, …)), of tensors that had a non-zero amax in each of them.
+        records: ((tensor, what), log2 of the largest amax of the windows before those).
     """
 
     last: tuple[tuple[tuple[str, str], tuple[float, ...]], ...] = ()
+    records: tuple[tuple[tuple[str, str], float], ...] = ()
 
-    def after(self, window: Profile) -> Trends:
-        """With one more window."""
-        before, found = dict(self.last), list[tuple[tuple[str, str], tuple[float, ...]]]()
+    def after(self, window: Profile, carried: Callable[[str], int] = lambda _: 0) -> Trends:
+        """With one more window. `carried`: log2 of the scale that the gradient of a tensor was observed with."""
+        before, found = self._by_key, list[tuple[tuple[str, str], tuple[float, ...]]]()
+        records = dict(self.records)
         for t in window.tensors:
-            for what, seen in (("value", t.values), ("gradient", t.gradients)):
-                if seen is not None and seen.amax > 0.0:
-                    known = before.get((t.id, what), ())
-                    found.append(((t.id, what), (*known, math.log2(seen.amax))[-_WINDOWS:]))
-        return Trends(last=tuple(found))
+            for what, seen, scale in (("value", t.values, 0), ("gradient", t.gradients, carried(t.id))):
+                if seen is None or seen.amax <= 0.0:
+                    continue
+                key = (t.id, what)
+                known = (*before.get(key, ()), math.log2(seen.amax) - scale)
+                for past in known[:-_WINDOWS]:
+                    records[key] = max(past, records.get(key, past))
+                found.append((key, known[-_WINDOWS:]))
+        return Trends(last=tuple(found), records=tuple(records.items()))
 
     def log2_per_window(self, tensor: str, what: str) -> float:
         """Octaves that amax grew by in each of the last windows: the least of them, so that one jump is no trend; 0
-        where it did not grow in each, or too few windows are known."""
+        where it did not grow in each, where it was as large before, or where too few windows are known."""
         known = self._by_key.get((tensor, what), ())
-        if len(known) < _WINDOWS:
+        if len(known) < _WINDOWS or known[-1] <= self._record.get((tensor, what), -math.inf):
             return 0.0
         return max(0.0, min(b - a for a, b in zip(known, known[1:], strict=False)))
 
     @cached_property
     def _by_key(self) -> dict[tuple[str, str], tuple[float, ...]]:
         return dict(self.last)
+
+    @cached_property
+    def _record(self) -> dict[tuple[str, str], float]:
+        return dict(self.records)

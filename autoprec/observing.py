@@ -57,15 +57,16 @@ class Observations:
         """The observer of the step in progress, None if it is not observed."""
         return self._observer
 
-    def begin(self, *, calibrating: bool, explicit_loss: bool = False) -> None:
+    def begin(self, *, calibrating: bool, explicit_loss: bool = False, summed: frozenset[str] = frozenset()) -> None:
         """Observe the step that begins. Each step of calibration also tells the structure: a branch that the first one
-        did not take has ops of its own. `explicit_loss`: see `StepObserver`."""
+        did not take has ops of its own. `explicit_loss`, `summed`: see `StepObserver`."""
         self._expected = None
         structure = self._structure = StructureRecorder() if calibrating or self.graph is None else None
         if calibrating:
             self._observer = StepObserver(structure=structure, explicit_loss=explicit_loss)
         else:
-            self._observer = StepObserver(limit=MONITOR_SAMPLE_LIMIT, sensitivities=False, structure=structure)
+            limit = MONITOR_SAMPLE_LIMIT
+            self._observer = StepObserver(limit=limit, sensitivities=False, structure=structure, summed=summed)
 
     def run(self, slot: Slot, arguments: Sequence[Any]) -> Any:
         """Run a slot, observed if this step is."""

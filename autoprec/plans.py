@@ -350,7 +350,8 @@ class Event:
     Attributes:
         step: optimizer steps completed before it.
         kind: "calibrated", "planned", "promoted", "demoted", "released" (a format may be used again, and is not),
-            "bad_step", "warning", "frozen", "unwrapped".
+            "rescaled" (gradients of an FP16 region have another scale), "scheduled", "bad_step", "incident", "warning",
+            "frozen", "unwrapped".
         op: the op concerned, or "".
         role: the role of it that showed it, or "".
         was, now: formats before and after, or "".

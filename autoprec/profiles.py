@@ -62,18 +62,21 @@ class RangeHistogram:
             raise ProfileError(
                 f"histogram: bins {self.bins.shape} and moments {self.moments.shape} must be (n,) and (n, 3)"
             )
-        if self.bins.size and (self.bins[0] < 0 or self.bins[-1] >= BINS or not bool(np.all(np.diff(self.bins) > 0))):
+        bins = self.bins
+        if bins.size and (bins[0] < 0 or bins[-1] >= BINS or not (bins[1:] > bins[:-1]).all()):
             raise ProfileError(f"histogram: bins must ascend within 0..{BINS - 1}")
-        if not bool(np.isfinite(self.moments).all()):
+        if not np.isfinite(self.moments).all():
             raise ProfileError("histogram: moments must be finite")
         self.bins.flags.writeable = False
         self.moments.flags.writeable = False
 
     @classmethod
-    def from_dense(cls, dense: Float64Array, *, amax: float, nonfinite: float = 0.0, elements: float) -> Self:
-        """From a dense (1024, 3) table of moments."""
-        bins = np.flatnonzero(dense.any(axis=1)).astype(np.int64)
-        return cls(bins=bins, moments=dense[bins].copy(), amax=amax, nonfinite=nonfinite, elements=elements)
+    def from_dense(
+        cls, dense: Float64Array, *, first: int = 0, amax: float, nonfinite: float = 0.0, elements: float
+    ) -> Self:
+        """From the (n, 3) moments of n bins in a row, of which `first` is the first."""
+        rows = np.flatnonzero(dense.any(axis=1)).astype(np.int64)
+        return cls(bins=rows + first, moments=dense[rows], amax=amax, nonfinite=nonfinite, elements=elements)
 
     @classmethod
     def empty(cls) -> Self:
@@ -82,11 +85,14 @@ class RangeHistogram:
 
     def merge(self, other: RangeHistogram) -> RangeHistogram:
         """The histogram of both sets of elements together."""
-        dense = np.zeros((BINS, 3))
-        dense[self.bins] += self.moments
-        dense[other.bins] += other.moments
+        there = [h for h in (self, other) if h.bins.size]
+        first = min((int(h.bins[0]) for h in there), default=0)
+        dense = np.zeros((max((int(h.bins[-1]) + 1 for h in there), default=first) - first, 3))
+        for h in there:
+            dense[h.bins - first] += h.moments
         return RangeHistogram.from_dense(
             dense,
+            first=first,
             amax=max(self.amax, other.amax),
             nonfinite=self.nonfinite + other.nonfinite,
             elements=self.elements + other.elements,

@@ -11,6 +11,7 @@ from autoprec.devices import Device
 from autoprec.errors import InputError
 from autoprec.execution.replay import CallRecord
 from autoprec.execution.tournament import Tournament
+from autoprec.graphs import Role
 from autoprec.plans import Plan
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Replanning:
         limit = self._scheduler.bytes_of(parse_budget(budget)) if budget is not None else self.plan.budget_bytes
         before = self.plan
         plan, _ = self._scheduler.solve_again(before, limit, self._banned, _tournament(self, list(self._calls)))
+        plan = self._stability.scaled(plan)
         self.adopt(plan)
         asked = "the same budget" if budget is None else f"a budget of {budget}"
         self._event("planned", trigger="asked", evidence=f"for {asked}: {', '.join(plan.formats_used()) or 'fp32'}")
@@ -133,7 +135,11 @@ def _judge_window(session: Session) -> None:
     for v in turn.incidents:
         told = {"op": v.op, "role": v.role, "trigger": v.trigger}
         session._log.add_once(session.steps, "incident", **told, evidence=v.evidence)
+    if turn.rescaled is not None:
+        _tell_scales(session, turn.rescaled)
     if not (turn.banned or turn.lifted):
+        if turn.rescaled is not None:
+            session.adopt(turn.rescaled)
         return
     for v in turn.banned:
         session._event("promoted", op=v.op, role=v.role, was=v.format, trigger=v.trigger, evidence=v.evidence)
@@ -143,6 +149,16 @@ def _judge_window(session: Session) -> None:
     replan(session)
 
 
+def _tell_scales(session: Session, plan: Plan) -> None:
+    """Of the same formats with other gradient scales for some FP16 regions."""
+    assert (before := session.plan) is not None
+    for old, new in zip(before.regions, plan.regions, strict=True):
+        if old != new:
+            told = {"op": old.ops[0], "role": Role.GRAD_INPUT, "was": "fp16", "now": "fp16", "trigger": "range"}
+            evidence = f"gradients of {len(old.ops)} ops: scale 2^{old.scale_log2} → 2^{new.scale_log2}; {new.reason}"
+            session._event("rescaled", **told, evidence=evidence)
+
+
 def replan(session: Session) -> None:
     """Solve again without what is banned now; what was promoted or demoted is told with what came of it."""
     assert (before := session.plan) is not None
@@ -150,6 +166,7 @@ def replan(session: Session) -> None:
     plan, shortfall = session._scheduler.plan_again(before, session._banned, tournament)
     if shortfall:
         session._event("warning", trigger="budget", evidence=shortfall)
+    plan = session._stability.scaled(plan)
     session.adopt(plan)
     session._log.settle(before, plan)
     if (said := session._schedule.said(session.steps)) is not None:

@@ -72,6 +72,7 @@ def _take(session: Session) -> RunState:
             events_before=session._log.before,
             events_written=session._log.written,
             losses=session._losses.known,
+            gradients=stability.gradients,
         ),
         calibration=observed.profile,
         window=observed.window,
@@ -91,7 +92,7 @@ def _give(session: Session, state: RunState) -> None:
     session._bad_in_row, session.step_was_skipped = counts.bad_in_row, counts.step_was_skipped
     observed.graph, observed.profile, observed.learned = run.graph, state.calibration, state.learned
     observed.steps, observed.foreseen = counts.calibration_steps, counts.foreseen
-    stability.floors, stability.trends = run.floors, run.trends
+    stability.floors, stability.trends, stability.gradients = run.floors, run.trends, run.gradients
     session._scheduler.device, session._scheduler.given = run.device, run.given
     session._given_plan = False  # it ran before
     session._parts.capture(session.model, run.parts)

@@ -233,8 +233,9 @@ class Session(Replanning, Resumable):
             slot.faults = self._faults_in(slot.binding)
         self._ran.add(slot)
         self._guard.covered.update(slot.binding.parameters.values())
-        if self._device_type == "cpu" and not self._guard.watch.bad and all(c.returned >= 0 for c in self._calls):
-            self._calls.clear()  # micro-batches that are known to be good: nobody will replay them
+        if self._calls and self._device_type == "cpu" and all(c.returned >= 0 for c in self._calls):
+            if self._guard.watch.verdict():
+                self._calls.clear()  # micro-batches that are known to be good: nobody will replay them
         record = record_call(slot.binding, arguments)
         self._calls.append(record)
         if self.calibrating and (told := self._provisional.weigh(slot, arguments, self._guard.optimizer_bytes)):
@@ -261,7 +262,8 @@ class Session(Replanning, Resumable):
         if self.calibrating:
             self._provisional.begin_step()
         if self.calibrating or monitored:
-            self._observed.begin(calibrating=self.calibrating, explicit_loss=self._up_front)
+            summed = self._stability.summed(self.plan)
+            self._observed.begin(calibrating=self.calibrating, explicit_loss=self._up_front, summed=summed)
 
     # The step boundary -----------------------------------------------------------------------------------------
 
@@ -318,7 +320,7 @@ class Session(Replanning, Resumable):
         if incident.trigger == "overflow" and self.plan is not None:
             slots = {id(slot.binding): slot for slot in self._slots.values()}
             ran = [(record, slots[id(record.binding)]) for record in calls]
-            self._stability.overflowed(incident.op, incident.cause, ran, buffers)
+            self._stability.overflowed(incident, self.plan, ran, buffers)
             self._event("promoted", **told, evidence=f"{incident.evidence}; finite in fp32")
             replan(self)
         if self.policy.guard.nonfinite == "raise":

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from torch import Tensor
 
+from autoprec.execution.attribution import Incident
 from autoprec.execution.replay import CallRecord
 from autoprec.execution.slots import Slot
 from autoprec.floors import Floors, Trends, Turn
+from autoprec.formats import FP16
+from autoprec.graphs import Role
 from autoprec.monitoring.judging import Judge
+from autoprec.monitoring.scaling import (
+    RegionScales,
+    gradient_ranges,
+    rescaled,
+    scaled_tensors,
+    summed_parameters,
+)
 from autoprec.observing import Observations
 from autoprec.plans import Plan
 from autoprec.policies import Policy
@@ -24,11 +35,13 @@ class Stability:
     Attributes:
         floors: what is banned, since when and how often.
         trends: of the last windows.
+        gradients: (tensor, largest magnitude of its gradient), of the last window; scales of new plans are for these.
     """
 
     def __init__(self, policy: Policy, observed: Observations) -> None:
         self._policy, self._observed = policy, observed
         self.floors, self.trends = Floors(), Trends()
+        self.gradients: tuple[tuple[str, float], ...] = ()
 
     def watches(self, plan: Plan | None) -> bool:
         """Whether windows are worth observing: there is something to lose, or a format that may come back."""
@@ -39,11 +52,24 @@ class Stability:
         window, graph = self._observed.take_window(), self._observed.graph
         if plan is None or window is None or graph is None:
             return None
-        limits, self.trends = self._policy.monitor, self.trends.after(window)
-        before, gradients = self._observed.profile, self._policy.loss_scaling.mode != "global"
-        judge = Judge(plan, graph, window, limits, before=before, trends=self.trends, gradients=gradients)
-        turn = self.floors.after(judge.verdicts(), judge.is_well, limits.cooldown_windows)
-        turn = replace(turn, incidents=judge.incidents(), figures=judge.figures())
+        limits, scales = self._policy.monitor, RegionScales(plan, graph)
+        self.trends = self.trends.after(window, scales.carried)
+        self.gradients = tuple(gradient_ranges(window, scales).items())
+        mode = self._policy.loss_scaling.mode
+        judge = Judge(
+            plan,
+            graph,
+            window,
+            limits,
+            before=self._observed.profile,
+            trends=self.trends,
+            gradients=mode != "global",
+            regional=mode == "regional",
+        )
+        better = judge.with_better_scales()
+        turn = self.floors.after(better.verdicts(), better.is_well, limits.cooldown_windows)
+        found = None if better.plan is plan else better.plan
+        turn = replace(turn, rescaled=found, incidents=judge.incidents(), figures=judge.figures())
         self.floors = turn.floors
         if turn.banned:
             self._observed.learn(window, self.floors.windows)
@@ -52,9 +78,33 @@ class Stability:
             self._observed.forget(min(standing, default=self.floors.windows + 1))
         return turn
 
+    def scaled(self, plan: Plan) -> Plan:
+        """A plan that was made from calibration, with scales for the gradients of the last window."""
+        graph = self._observed.graph
+        if graph is None or self._policy.loss_scaling.mode != "regional":
+            return plan
+        return rescaled(plan, graph, dict(self.gradients))
+
+    def summed(self, plan: Plan | None) -> frozenset[str]:
+        """Parameters whose gradients are made in FP16: the monitor looks at those."""
+        graph = self._observed.graph
+        return frozenset() if plan is None or graph is None else summed_parameters(plan, graph)
+
     def overflowed(
-        self, op: str, format_name: str, calls: Iterable[tuple[CallRecord, Slot]], buffers: Mapping[int, Tensor]
+        self, incident: Incident, plan: Plan, calls: Iterable[tuple[CallRecord, Slot]], buffers: Mapping[int, Tensor]
     ) -> None:
         """A format overflowed in a step that was bad: of these calls."""
-        self.floors = self.floors.with_ban(op, format_name, "overflow")
+        self.floors = self.floors.with_ban(incident.op, incident.cause, "overflow")
         self._observed.learn_from_replay(calls, buffers, self.floors.windows)
+        if incident.role != Role.OUTPUT and incident.cause == "fp16":
+            self._note_overflow(incident.op, plan)
+
+    def _note_overflow(self, op: str, plan: Plan) -> None:
+        """Gradients of a region reached FP16's largest value under its scale: the next one is smaller."""
+        graph = self._observed.graph
+        for region in plan.regions if graph is not None else ():
+            if op in region.ops:
+                least = math.ldexp(FP16.max_value, -region.scale_log2)
+                known = dict(self.gradients)
+                reached = {t: max(least, known.get(t, 0.0)) for t in scaled_tensors(region, plan, graph)}
+                self.gradients = tuple((known | reached).items())

@@ -49,6 +49,7 @@ class Run:
         events: everything that happened; `events_before`: lines that the file of events had before, and
             `events_written`: that the run has written.
         losses: of the window in progress, and the spread of the one before.
+        gradients: (tensor, largest magnitude of its gradient), of the window before.
     """
 
     parameters: tuple[tuple[str, str], ...]
@@ -67,6 +68,7 @@ class Run:
     events_before: int = 0
     events_written: int = 0
     losses: Losses = Losses()
+    gradients: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         check_unique([name for name, _ in self.parameters], "the parameter", StateError, "parameters")

@@ -233,7 +233,7 @@ def test_an_overflow_of_fp16_is_caught_named_and_promoted() -> None:
 @pytest.mark.parametrize("bad", [False, True])
 def test_elsewhere_the_host_waits_once_a_step(monkeypatch: pytest.MonkeyPatch, bad: bool) -> None:
     """What a GPU does, on a CPU: gradients leave flags, which are read once, before the update."""
-    monkeypatch.setattr("autoprec.execution.guard._READ_AT_ONCE", ())
+    monkeypatch.setattr(Tensor, "is_cpu", False)
     reads: list[str] = []
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu"):
         method = getattr(Tensor, name)
@@ -253,3 +253,75 @@ def test_elsewhere_the_host_waits_once_a_step(monkeypatch: pytest.MonkeyPatch, b
         if session.skipped_steps:
             break
     assert counts[-1] == ([], 1) and session.skipped_steps == int(bad)
+
+
+def hundreds() -> nn.Sequential:
+    """More gradients than are looked at together, small ones and large ones among them."""
+    return nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(256, 256), nn.Tanh())), nn.Linear(256, 3))
+
+
+@pytest.mark.parametrize("at", ["0.weight", "0.bias", "12.bias", "24.weight", "24.bias"])
+@pytest.mark.parametrize("how", ["clip", "zero", "hook", "late hook"])
+def test_whoever_comes_after_the_gradient_cannot_hide_it(at: str, how: str) -> None:
+    """An inf arrives at one parameter of many. The next line clips, or makes all gradients finite, or a hook of the
+    user's does, as soon as the gradient is there."""
+    model = autoprec.compile(hundreds(), policy="observe", events=None)
+    session, optimizer = autoprec.session(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    sick = dict(model.named_parameters())[at]
+    poison = [False]
+
+    def poisoned(g: Tensor) -> Tensor:
+        return (
+            torch.where(torch.arange(g.shape[0]).view(-1, *[1] * (g.dim() - 1)) == 1, torch.inf, g) if poison[0] else g
+        )
+
+    def healed(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad.nan_to_num_(0.0, 0.0, 0.0)
+
+    sick.register_hook(poisoned)
+    if how == "hook":
+        sick.register_post_accumulate_grad_hook(healed)
+    for step in range(6):
+        poison[0] = step == 5
+        if step == 5 and how == "late hook":
+            sick.register_post_accumulate_grad_hook(healed)
+        optimizer.zero_grad()
+        model(torch.randn(8, 256)).square().mean().backward()
+        if how == "clip":
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if how == "zero":
+            for p in model.parameters():
+                healed(p)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.step()
+    assert session.skipped_steps == 1 and session.step_was_skipped
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_backward_pass_that_dies_leaves_nothing_behind() -> None:
+    """Its gradients are judged, if the user goes on with them; and not, if they are thrown away."""
+    for kept in (True, False):
+        torch.manual_seed(0)
+        model = autoprec.compile(hundreds(), policy="observe", events=None)
+        session, optimizer = autoprec.session(model), torch.optim.SGD(model.parameters(), lr=0.1)
+        first = next(model.parameters())
+
+        def dies(g: Tensor) -> Tensor:
+            raise ValueError("a hook of the user's")
+
+        for step in range(4):
+            optimizer.zero_grad()
+            handle = first.register_hook(dies) if step == 3 else None
+            loss = model(torch.randn(8, 256)).square().mean() * (torch.inf if step == 3 else 1.0)
+            if handle is None:
+                loss.backward()
+            else:
+                with pytest.raises(ValueError, match="a hook"):
+                    loss.backward()
+                handle.remove()
+            if step == 3 and not kept:
+                optimizer.zero_grad()
+                model(torch.randn(8, 256)).square().mean().backward()
+            optimizer.step()
+        assert session.skipped_steps == int(kept) and all(bool(p.isfinite().all()) for p in model.parameters())

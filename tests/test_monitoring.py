@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 
@@ -125,6 +126,24 @@ def test_growth_is_told_before_the_overflow() -> None:
     assert [t for t in told.values() if t] == [["growth"]]
 
 
+def test_a_rise_to_what_was_there_before_is_no_trend() -> None:
+    """Three windows that rise are chance, if the largest number has been there before."""
+    trends = Trends()
+    for factor in (8.0, 1.0, 2.0, 4.0, 8.0):
+        trends = trends.after(profile(x=seen(NORMAL * factor)))
+        assert trends.log2_per_window(X, "value") == 0.0
+    trends = trends.after(profile(x=seen(NORMAL * 16.0)))
+    assert trends.log2_per_window(X, "value") == 1.0
+
+
+def test_another_scale_is_no_trend_of_a_gradient() -> None:
+    trends = Trends()
+    for scale in (0, 3, 6):
+        window = profile(x=seen(NORMAL, NORMAL * 2.0**scale))
+        trends = trends.after(window, lambda _, scale=scale: scale)
+    assert trends.log2_per_window(X, "gradient") == 0.0
+
+
 def test_one_jump_is_no_trend() -> None:
     trends = Trends()
     for factor in (1.0, 1.0, 2.0**10):
@@ -158,9 +177,10 @@ def test_well_is_stricter_than_stable() -> None:
     for factor, is_so in ((1.0, True), (2.0**11, True), (2.0**13, False), (2.0**20, False)):
         assert well(profile(x=seen(NORMAL * factor))) == is_so, factor
     assert not well(profile())  # nobody looked
-    larger = profile(x=seen(NORMAL, NORMAL * 3.0))
-    assert not well(larger, profile(x=seen(NORMAL, NORMAL)))
-    assert well(larger, profile(x=seen(NORMAL, NORMAL * 2.0)))
+    for factor in (2.0**-30, 1.0, 2.0**30):  # a new plan chooses the scale of gradients
+        assert well(profile(x=seen(NORMAL, NORMAL * factor)), profile(x=seen(NORMAL, NORMAL)))
+    wide = torch.where(torch.arange(64) % 2 == 0, NORMAL, NORMAL * 2.0**-60)  # of which no scale keeps both halves
+    assert not well(profile(x=seen(NORMAL, wide)), profile(x=seen(NORMAL, NORMAL)))
 
 
 def region_of_one(scale_log2: int) -> tuple[OpGraph, Plan, str]:
@@ -189,6 +209,38 @@ def test_gradients_inside_of_a_region_carry_its_scale_and_calibrations_do_not() 
     lost = replace(window, tensors=tuple(replace(t, gradients=seen(small * 2.0**-8)[0]) for t in window.tensors))
     assert {v.trigger for v in Judge(plan, graph, lost, LIMITS, before=before).verdicts()} == {"underflow"}
     assert Judge(plan, graph, lost, LIMITS, before=before, gradients=False).verdicts() == ()
+
+
+@pytest.mark.parametrize("factor_log2", [-40, -28, 3, 4, 12])
+def test_gradients_of_another_size_get_another_scale(factor_log2: int) -> None:
+    """2^3 is no overflow yet, but less than an octave below one."""
+    graph, plan, y = region_of_one(10)
+    own = {X: NORMAL, y: NORMAL * 2.0**10}
+
+    def of(factor: float) -> Profile:
+        found = (TensorProfile(id=t, values=seen(NORMAL)[0], gradients=seen(g * factor)[0]) for t, g in own.items())
+        return Profile(graph_fingerprint="", steps=1, tensors=tuple(found))
+
+    plain = (TensorProfile(id=t, values=seen(NORMAL)[0], gradients=seen(NORMAL)[0]) for t in own)
+    before = Profile(graph_fingerprint="", steps=1, tensors=tuple(plain))
+    assert Judge(plan, graph, of(1.0), LIMITS, before=before).with_better_scales().plan is plan
+    judge = Judge(plan, graph, of(2.0**factor_log2), LIMITS, before=before)
+    better = judge.with_better_scales()
+    assert better.plan.regions[0].scale_log2 == 10 - factor_log2 and better.verdicts() == ()
+    assert better.plan.assignments == plan.assignments
+    if factor_log2 != 3:
+        assert judge.verdicts() != ()
+    for fixed in ({"regional": False}, {"gradients": False}):
+        other = Judge(plan, graph, of(2.0**factor_log2), LIMITS, before=before, **fixed)
+        assert other.with_better_scales() is other
+
+
+def test_where_no_scale_suits_the_format_has_to_go() -> None:
+    graph, plan, y = region_of_one(0)
+    wide = torch.where(torch.arange(64) % 2 == 0, NORMAL * 30000.0, NORMAL * 2.0**-60)
+    tensors = tuple(TensorProfile(id=t, values=seen(NORMAL)[0], gradients=seen(wide)[0]) for t in (X, y))
+    better = Judge(plan, graph, Profile(graph_fingerprint="", steps=1, tensors=tensors), LIMITS).with_better_scales()
+    assert better.plan is not plan and {v.trigger for v in better.verdicts()} == {"underflow"}
 
 
 def test_a_view_is_judged_by_what_it_is_a_view_of() -> None:
@@ -315,6 +367,48 @@ def test_a_plan_from_a_file_gets_its_formats_back() -> None:
     session = run([1.0] * 4 + [3e5] * 8 + [1.0] * 60, half(), plan)
     assert {"promoted", "demoted"} <= {e.kind for e in session.events}
     assert session.plan is not None and session.plan.format_of == plan.format_of
+
+
+def grow(factors_log2: list[float], policy: autoprec.Policy) -> tuple[autoprec.Session, list[float], nn.Module]:
+    """Steps of which the loss has these factors, without an effect on the weights."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = autoprec.compile(layers(), policy=policy, events=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    errors = []
+    for factor in factors_log2:
+        optimizer.zero_grad()
+        x = torch.randn(64, 16)
+        (model(x).square().mean() * 2.0**factor).backward()
+        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        plain = copy.deepcopy(model)
+        plain.zero_grad()
+        (plain(x).square().mean() * 2.0**factor).backward()
+        wanted = [p.grad for p in plain.parameters() if p.grad is not None]
+        distance = sum(float((a - b).square().sum()) for a, b in zip(found, wanted, strict=True))
+        errors.append(math.sqrt(distance / sum(float(b.square().sum()) for b in wanted)))
+    return autoprec.session(model), errors, model
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+def test_a_run_whose_gradients_change_by_thousands_keeps_fp16(direction: int) -> None:
+    """An octave a window: the scales follow, no format is taken, no step is lost, and no bit of FP16's precision."""
+    factors = [0.0] * 6 + [direction * k / 4.0 for k in range(4 * 24)]
+    session, errors, _ = grow(factors, half())
+    kinds = [e.kind for e in session.events]
+    assert "rescaled" in kinds and not {"promoted", "bad_step", "demoted"} & set(kinds)
+    assert session.plan is not None and "fp16" in session.plan.formats_used()
+    shifts = [e for e in session.events if e.kind == "rescaled"]
+    assert all(e.op and e.evidence and e.trigger == "range" for e in shifts)
+    assert max(errors) < 0.03
+
+
+def test_a_jump_of_the_gradients_costs_a_step_and_the_rest_of_the_region_gets_a_smaller_scale() -> None:
+    session, _, _ = grow([0.0] * 8 + [5.0] * 12, half())
+    (lost, *_), plan = [e for e in session.events if e.kind == "bad_step"], session.plan
+    assert plan is not None and lost.role != "output" and session.skipped_steps <= 2
+    assert all(r.scale_log2 <= max(q.scale_log2 for q in plan.regions) for r in plan.regions)
 
 
 def test_gradients_of_parameters_and_parameters_of_norms_are_not_judged() -> None:

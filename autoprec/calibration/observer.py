@@ -23,7 +23,17 @@ from autoprec.calibration.structure import StructureRecorder
 from autoprec.execution.measuring import mark_gradient
 from autoprec.graphs import OpClass
 from autoprec.numerics.contractions import Layout
-from autoprec.numerics.histograms import SAMPLE_LIMIT, Sample, histogram, sample, stride_for, thinned
+from autoprec.numerics.histograms import (
+    SAMPLE_LIMIT,
+    Reading,
+    Sample,
+    histogram,
+    histograms,
+    reading,
+    sample,
+    stride_for,
+    thinned,
+)
 from autoprec.profiles import LossProfile, Profile, RangeHistogram, TensorProfile, WeightProfile
 from autoprec.rewriting.calls import With
 from autoprec.tracing.bindings import Binding, OpNode
@@ -40,6 +50,10 @@ WEIGHT_SAMPLE_LIMIT = 1 << 14
 #: keeps anyway.
 KEPT_LIMIT = 3 << 12
 
+#: Elements of ranges that wait to be counted together: on a CPU what its caches hold, elsewhere what the host need not
+#: wait for.
+_WAITING_LIMIT_CPU, _WAITING_LIMIT = 1 << 15, 1 << 20
+
 _FIELDS = ("values", "loss", "gradients", "input_weight_grad", "gradient_weight_grad")
 
 
@@ -53,6 +67,8 @@ class StepObserver:
         sensitivities: also collect what is weighted by gradients (calibration); a monitor needs ranges only.
         structure: records ops, shapes and saved tensors during the first observed step, else None.
         explicit_loss: the loss is given to `output` by the caller; scalar outputs of graphs are not taken for it.
+        summed: FQNs of the parameters whose gradients a monitor looks at: those that are made in FP16. All others are
+            made in FP32.
     """
 
     def __init__(
@@ -62,10 +78,13 @@ class StepObserver:
         sensitivities: bool = True,
         structure: StructureRecorder | None = None,
         explicit_loss: bool = False,
+        summed: frozenset[str] = frozenset(),
     ) -> None:
-        self.explicit_loss = explicit_loss
+        self.explicit_loss, self.summed = explicit_loss, summed
         self.limit, self.sensitivities, self.structure = limit, sensitivities, structure
         self._found: dict[tuple[str, str], RangeHistogram] = {}
+        self._waiting: list[tuple[str, str, Reading]] = []
+        self._waiting_numel = 0
         self._edges: list[tuple[str, Sample, list[Tensor]]] = []
         self._weights: dict[str, list[tuple[Tensor, float]]] = {}
         self._weight_fraction: dict[str, float] = {}
@@ -84,20 +103,33 @@ class StepObserver:
     def value(self, tensor_id: str, x: Tensor, *, through_edges: bool = False) -> Sample | None:
         """Record a tensor; its gradient is recorded when it arrives. Returns the sample that is kept until then, None
         where ranges alone are wanted and nothing is kept."""
-        whole = self._values(tensor_id, x)
-        taken = thinned(whole, x, min(self.limit, KEPT_LIMIT)) if self.sensitivities else None
+        taken = None
+        if self.sensitivities:
+            whole = sample(x, self.limit)
+            self.add(tensor_id, "values", histogram(whole))
+            taken = thinned(whole, x, min(self.limit, KEPT_LIMIT))
+        else:
+            self._read(tensor_id, "values", x)
         if x.requires_grad and torch.is_grad_enabled():
             self._on_gradient(x, lambda g: self._gradient(tensor_id, None if through_edges else taken, g))
         return taken
 
-    def _values(self, tensor_id: str, x: Tensor) -> Sample:
-        whole = sample(x, self.limit)
-        self.add(tensor_id, "values", histogram(whole))
-        return whole
+    def _read(self, tensor_id: str, field: str, x: Tensor) -> None:
+        """Ranges alone: counted later, together with others."""
+        self._waiting.append((tensor_id, field, found := reading(x, self.limit)))
+        self._waiting_numel += found.magnitudes.numel()
+        if self._waiting_numel > (_WAITING_LIMIT_CPU if x.is_cpu else _WAITING_LIMIT):
+            self._count()
+
+    def _count(self) -> None:
+        found = histograms([r for _, _, r in self._waiting])
+        for (tensor_id, field, _), seen in zip(self._waiting, found, strict=True):
+            self.add(tensor_id, field, seen)
+        self._waiting, self._waiting_numel = [], 0
 
     def _gradient(self, tensor_id: str, taken: Sample | None, g: Tensor) -> None:
         mark_gradient()
-        self.add(tensor_id, "gradients", histogram(sample(g, self.limit)))
+        self._read(tensor_id, "gradients", g)
         if taken is not None:
             self.add(tensor_id, "loss", histogram(taken, taken.pick(g).double().square()))
 
@@ -132,7 +164,9 @@ class StepObserver:
             return
         self._seen_parameters.add(fqn)
         if not self.sensitivities:
-            self._values(f"param:{fqn}", p)  # nobody judges the gradients: they are made in FP32, without a scale
+            self._read(f"param:{fqn}", "values", p)
+            if fqn in self.summed and p.requires_grad:
+                self._on_gradient(p, lambda g: self._gradient(f"param:{fqn}", None, g))
             return
         self.value(f"param:{fqn}", p)
         if p.requires_grad and p.numel():
@@ -183,6 +217,7 @@ class StepObserver:
     def harvest(self, graph_fingerprint: str = "") -> Profile:
         """The step as a `Profile`; the observer is closed. `steps` counts backward passes (loss values)."""
         self._closed = True
+        self._count()
         for handle in self._handles:
             handle.remove()
         for tensor_id, taken, parts in self._edges:
@@ -295,9 +330,9 @@ class ObservingInterpreter(GraphInterpreter):
         if not x.is_floating_point():
             return
         if captured in self.binding.parameters:
-            if not self.observer.sensitivities and captured not in self.factors:
-                return  # norms and lookups have their parameters in FP32, whatever they compute in
-            self.observer.parameter(self.binding.parameters[captured], x)
+            fqn = self.binding.parameters[captured]
+            if self.observer.sensitivities or captured in self.factors or fqn in self.observer.summed:
+                self.observer.parameter(fqn, x)  # norms and lookups have theirs in FP32, whatever they compute in
         elif captured in self.binding.tensor_id:
             tensor_id = self.binding.tensor_id[captured]
             taken = self.observer.value(tensor_id, x, through_edges=captured in self.mixed)

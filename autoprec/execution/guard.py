@@ -1,8 +1,9 @@
 """No bad update: what it takes to see a non-finite gradient in time and to make a step without effect.
 
-The verdict is formed where gradients leave the graph, in post-accumulate hooks, so that clipping cannot launder an
-inf. A vetoed step finds every gradient set to None, which torch's optimizers answer by changing nothing; the gradients
-come back afterwards. Optimizers that may call a closure more than once are snapshotted as well.
+Gradients are looked at where they leave the graph, by post-accumulate hooks and at the end of the backward pass, so
+that clipping cannot launder an inf. A vetoed step finds every gradient set to None, which torch's optimizers answer by
+changing nothing; the gradients come back afterwards. Optimizers that may call a closure more than once are snapshotted
+as well.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,16 +35,19 @@ class GradientWatch:
 
     Attributes:
         fresh: FQNs of the parameters that received a gradient since the last `clear`.
-        bad: FQNs of those among them that were non-finite (known at once on a CPU; after `verdict` elsewhere).
-        large: FQNs of those that were finite, and so large that FP32 does not hold the sum of their squares: second
-            moments of an optimizer would be infinite.
+        bad: FQNs of those among them that were non-finite (known at the end of the backward pass on a CPU; after
+            `verdict` elsewhere).
+        large: FQNs of those that were finite, and so large that FP32 does not hold their squares: second moments of an
+            optimizer would be infinite.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.fresh: set[str] = set()
         self.bad: set[str] = set()
         self.large: set[str] = set()
-        self._flags: dict[str, tuple[Tensor, Tensor]] = {}
+        self._pending: list[tuple[str, Tensor]] = []
+        self._pending_numel = 0
+        self._amax: dict[str, Tensor] = {}
         self._judged: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._unwatched = dict(parameters)
@@ -65,39 +69,50 @@ class GradientWatch:
         # autograd keeps these hooks where the garbage collector cannot see them: they must not hold the parameters.
         weak_self = weakref.ref(self)
 
-        def look(p: Tensor) -> None:
-            watch, g = weak_self(), p.grad
-            if watch is None:
-                return
-            if g is not None and g.layout is torch.strided and g.device.type in _READ_AT_ONCE and _is_fine(g):
+        def arrived(p: Tensor) -> None:
+            if (watch := weak_self()) is not None:
                 watch.fresh.add(fqn)
-            else:
-                watch._look(fqn, g)
+                if (g := p.grad) is not None:
+                    watch._arrived(fqn, g, alone=len(p._post_accumulate_grad_hooks) == 1)  # type: ignore[attr-defined]
 
-        return look
+        return arrived
 
-    def _look(self, fqn: str, g: Tensor | None) -> None:
-        self.fresh.add(fqn)
-        if g is None:
-            return
-        values = _values(g)
-        if values.device.type in _READ_AT_ONCE:
-            if not math.isfinite(float(torch.linalg.vector_norm(values))):
+    def _arrived(self, fqn: str, g: Tensor, *, alone: bool) -> None:
+        """Have a look at some gradients together while they are still in the caches, and at all at the end of the
+        backward pass, before the user's next line; at once where somebody else has a hook that may change this one."""
+        self._pending.append((fqn, g))
+        self._pending_numel += g.numel()
+        if self._pending_numel > _MOST_PENDING or not alone or torch._C._current_graph_task_id() == -1:
+            self.look()
+        elif len(self._pending) == 1:
+            torch.autograd.Variable._execution_engine.queue_callback(self.look)  # type: ignore[no-untyped-call]
+
+    def look(self) -> None:
+        """At the gradients that have arrived and were not looked at yet."""
+        pending, self._pending, self._pending_numel = self._pending, [], 0
+        elsewhere: list[tuple[str, Tensor]] = []
+        for fqn, g in pending:
+            if g.is_cpu and g.layout is torch.strided and _is_fine(g):
+                continue
+            values = _values(g)
+            if values.numel() and not values.is_cpu:
+                elsewhere.append((fqn, values))
+            elif not math.isfinite(float(torch.linalg.vector_norm(values))):
                 (self.large if bool(values.isfinite().all()) else self.bad).add(fqn)
-        else:
-            bad, large = ~values.isfinite().all(), ~torch.linalg.vector_norm(values).isfinite()
-            before = self._flags.get(fqn, (False, False))
-            self._flags[fqn] = bad | before[0], large | before[1]
+        if elsewhere:
+            found = torch._foreach_norm([values for _, values in elsewhere], ord=math.inf)
+            for (fqn, _), amax in zip(elsewhere, found, strict=True):
+                before = self._amax.get(fqn)
+                self._amax[fqn] = amax if before is None else torch.maximum(before, amax)
 
     def verdict(self) -> bool:
         """True if every gradient since `clear` was finite. Waits for the device once."""
-        if self._flags:
-            names = list(self._flags)
-            values = torch.stack([torch.stack(self._flags[n]) for n in names]).tolist()
-            for name, (bad, large) in zip(names, values, strict=True):
-                if bad or large:
-                    (self.bad if bad else self.large).add(name)
-            self._flags.clear()
+        self.look()
+        if self._amax:
+            for name, amax in zip(self._amax, torch.stack(_alike(self._amax.values())).tolist(), strict=True):
+                if not amax <= _LARGE:
+                    (self.large if math.isfinite(amax) else self.bad).add(name)
+            self._amax.clear()
         return not self.bad
 
     def largest(self) -> dict[str, float]:
@@ -126,7 +141,8 @@ class GradientWatch:
         self.fresh.clear()
         self.bad.clear()
         self.large.clear()
-        self._flags.clear()
+        self._pending, self._pending_numel = [], 0
+        self._amax.clear()
         self._judged.clear()
 
     def remove(self) -> None:
@@ -136,8 +152,12 @@ class GradientWatch:
         self._handles.clear()
 
 
-#: Devices that the host need not wait for.
-_READ_AT_ONCE = ("cpu",)
+#: Elements of gradients that arrive before somebody looks at them: of one at a time it costs a cold start of the code
+#: each (docs/measurements/overhead.md).
+_MOST_PENDING = 1 << 19
+
+#: The square of more is beyond FP32.
+_LARGE = math.sqrt(torch.finfo(torch.float32).max)
 
 #: Elements up to which a norm costs as much as a sum on a CPU; of a million it costs twice as much or more.
 _SHORT = 1 << 12
@@ -148,7 +168,7 @@ _LARGE_SUM = 1e6
 
 def _is_fine(g: Tensor) -> bool:
     """Whether one read shows that all is finite and far from too large; if not, the norm has to be looked at."""
-    if g.is_complex():
+    if g.dtype.is_complex:
         return False
     found = torch.linalg.vector_norm(g) if g.numel() <= _SHORT else g.sum()
     return -_LARGE_SUM <= found.item() <= _LARGE_SUM
@@ -158,6 +178,12 @@ def _values(g: Tensor) -> Tensor:
     """The numbers of a gradient."""
     values = g.coalesce().values() if g.is_sparse else g
     return torch.view_as_real(values) if values.is_complex() else values
+
+
+def _alike(norms: Iterable[Tensor]) -> list[Tensor]:
+    """In FP32, on one device."""
+    found = [n.float() for n in norms]
+    return [n.to(found[0].device) for n in found]
 
 
 class PutAside:
@@ -211,10 +237,24 @@ class BufferSnapshot:
         self._takes = 0
         self._constant: dict[str, int] = {}
         self._copies: dict[str, tuple[Tensor, Tensor]] = {}
+        self._known = list[tuple[str, nn.Module, list[nn.Module | None]]]()
 
     def _buffers(self) -> dict[str, Tensor]:
+        """As `named_buffers`, but the tree of modules is walked again only where it has changed."""
         model = self._model()
-        return {} if model is None else dict(model.named_buffers())
+        if model is None:
+            return {}
+        if not self._known or any(list(m._modules.values()) != children for _, m, children in self._known):
+            named = model.named_modules()
+            self._known = [(f"{name}." if name else "", m, list(m._modules.values())) for name, m in named]
+        found: dict[str, Tensor] = {}
+        seen = set[int]()
+        for prefix, m, _ in self._known:
+            for key, b in m._buffers.items():
+                if b is not None and id(b) not in seen:
+                    seen.add(id(b))
+                    found[f"{prefix}{key}"] = b
+        return found
 
     def take(self) -> None:
         """Copy what may change in the step that begins."""
@@ -240,6 +280,8 @@ class BufferSnapshot:
 
     def turned_nonfinite(self) -> list[str]:
         """Names of buffers that were finite at `take` and are not now (a statistic can overflow before a gradient)."""
+        if not self._copies:
+            return []
         now = self._buffers()
         return [
             name

@@ -121,11 +121,10 @@ def in_backward() -> bool:
 
 def record_call(binding: Binding, arguments: Sequence[Any]) -> CallRecord:
     """Before the call runs."""
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     # Values that carry a graph (pieces between graph breaks) are kept without it.
     arguments = [
-        a.detach().requires_grad_() if isinstance(a, Tensor) and a.requires_grad and not a.is_leaf else a
-        for a in arguments
+        a.detach().requires_grad_() if isinstance(a, Tensor) and a.grad_fn is not None else a for a in arguments
     ]
     return CallRecord(binding=binding, arguments=arguments, rng=torch.get_rng_state(), cuda_rng=cuda)
 

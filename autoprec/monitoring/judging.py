@@ -13,8 +13,11 @@ from typing import NamedTuple
 from autoprec.floors import Trends, Verdict
 from autoprec.formats import FP32, Format, format_named
 from autoprec.graphs import Op, OpClass, OpGraph, Role
+from autoprec.monitoring.scaling import RegionScales, gradient_ranges, rescaled
 from autoprec.planning.noise import current_scale_log2, error_energy
-from autoprec.plans import Plan
+from autoprec.planning.pricing import fp16_gradient_scale_log2
+from autoprec.planning.regions import summed_in_fp16
+from autoprec.plans import Plan, Region
 from autoprec.policies import Monitor
 from autoprec.profiles import Profile, RangeHistogram, TensorProfile
 
@@ -22,6 +25,9 @@ __all__ = ["Judge"]
 
 #: Octaves below the format's largest value in which a tensor must stay to count as well.
 _HEADROOM_LOG2 = 2
+
+#: Octaves below FP16's largest value in which gradients get another scale; planning leaves three.
+_LEAST_ROOM_LOG2 = 1.0
 
 #: A trend that reaches the largest value counts from so many octaves below it.
 _NEAR_LOG2 = 6.0
@@ -50,7 +56,9 @@ class _Read(NamedTuple):
 
 class Judge:
     """A window, under the plan that ran. `before`: what calibration recorded. `gradients`: whether they are judged;
-    where one scale for the loss grows until it overflows, they are not."""
+    where one scale for the loss grows until it overflows, they are not. `regional`: whether a new plan chooses scales
+    for its FP16 regions. `observed`: the plan under which the window was observed, if that is another one: with other
+    scales."""
 
     def __init__(
         self,
@@ -62,10 +70,14 @@ class Judge:
         before: Profile | None = None,
         trends: Trends | None = None,
         gradients: bool = True,
+        regional: bool = True,
+        observed: Plan | None = None,
     ) -> None:
         self.plan, self.graph, self.window, self.limits = plan, graph, window, limits
-        self._before, self._trends, self._gradients = before, trends or Trends(), gradients
-        self._scale = {op: r.scale_log2 for r in plan.regions for op in r.ops}
+        self._before, self._trends = before, trends or Trends()
+        self._gradients, self._regional = gradients, regional
+        self._observed_under = plan if observed is None else observed
+        self._scales, self._ran = RegionScales(plan, graph), RegionScales(self._observed_under, graph)
         self._specs = graph.tensor_by_id
 
     def verdicts(self) -> tuple[Verdict, ...]:
@@ -79,6 +91,36 @@ class Judge:
         found = [min(self._of(op), key=lambda v: _ORDER[v.trigger], default=None) for op in self.graph.ops]
         values = [v for v in found if v is not None and v.role == Role.OUTPUT]
         return (*values, *(v for v in reversed(found) if v is not None and v.role != Role.OUTPUT))
+
+    def with_better_scales(self) -> Judge:
+        """The same window, judged under the plan with new scales for the regions whose gradients have come near to
+        FP16's largest value, or are judged unstable in it; the judge itself where no other scale suits those."""
+        if not (self._gradients and self._regional and self.plan.regions):
+            return self
+        unstable = {v.op for v in self.verdicts() if v.format == "fp16" and v.role == Role.GRAD_INPUT}
+        ranges = gradient_ranges(self.window, self._ran)
+        near = {
+            op.id
+            for op in self.graph.ops
+            for read in self._reads(op)
+            if read.what == "gradient" and read.format == "fp16" and self._room_log2(read) < _LEAST_ROOM_LOG2
+        }
+
+        def wanted(region: Region) -> bool:
+            return not (unstable | near).isdisjoint(region.ops)
+
+        plan = rescaled(self.plan, self.graph, ranges, wanted)
+        if plan is self.plan:
+            return self
+        return Judge(
+            plan,
+            self.graph,
+            self.window,
+            self.limits,
+            before=self._before,
+            trends=self._trends,
+            observed=self._observed_under,
+        )
 
     def incidents(self) -> tuple[Verdict, ...]:
         """Ops whose result is zero throughout, which it was not in calibration, though something that they read is
@@ -149,8 +191,8 @@ class Judge:
 
     def is_well(self, op_id: str, format_name: str) -> bool:
         """Whether all that the op reads and makes would be far from every limit in the format: two octaves below its
-        largest value, with half of what is allowed to be lost, and gradients no more than twice as large as in
-        calibration (whose scale a new plan chooses). Not, if nobody looked."""
+        largest value, with half of what is allowed to be lost; gradients under the scale that a new plan chooses for
+        them. Not, if nobody looked."""
         op, fmt, seen = self.graph.op_by_id.get(op_id), format_named(format_name), False
         for t in () if op is None else self._tensors(op):
             found = self.window.tensor_by_id[t]
@@ -181,22 +223,21 @@ class Judge:
         if forward is None:
             return
         of_gradients = [self.plan.format_of.get((op.id, r)) for r in (Role.GRAD_INPUT, Role.GRAD_WEIGHT)]
-        backward = dict.fromkeys(f for f in of_gradients if f is not None) or {forward: None}
+        # A result in 16 bits has its gradient in them as well, whatever the products of the backward pass read it in.
+        born = forward if forward in ("fp16", "bf16") or not any(of_gradients) else None
+        backward = dict.fromkeys(f for f in (born, *of_gradients) if f is not None)
+        summed = summed_in_fp16(op, self.graph, self.plan.format_of)
         for t in self._tensors(op):
-            if t.startswith("param:") and op.op_class is not OpClass.GEMM:
-                continue  # norms and lookups have their parameters in FP32
-            yield _Read(t, "value", forward)
-            inside = self._inside(t)
-            # Gradients of parameters are made with FP32 sums, without the region's scale.
-            judged = self._gradients and not t.startswith("param:")
-            for f in backward if judged and self.window.tensor_by_id[t].gradients is not None else ():
-                own = self._scale.get(op.id, 0) if f == "fp16" else 0
-                yield _Read(t, "gradient", f, own - inside, inside)
-
-    def _inside(self, t: str) -> int:
-        """The scale that the observed gradient of a tensor carries: that of the region that it was made in."""
-        producer = self.graph.producer.get(t, "")
-        return self._scale.get(producer, 0) if self.plan.format_of.get((producer, Role.OUTPUT)) == "fp16" else 0
+            is_parameter = t.startswith("param:")
+            if op.op_class is OpClass.GEMM or not is_parameter:  # norms and lookups have their parameters in FP32
+                yield _Read(t, "value", forward)
+            if not self._gradients or self.window.tensor_by_id[t].gradients is None:
+                continue
+            carried = self._ran.carried(t)
+            # Most gradients of parameters are made with FP32 sums, without the region's scale.
+            for f in (("fp16",) if t in summed else ()) if is_parameter else backward:
+                own = self._scales.of(op.id) if f == "fp16" else 0
+                yield _Read(t, "gradient", f, own - carried, carried)
 
     def _verdict(self, op: Op, read: _Read) -> Iterator[Verdict]:
         for trigger, evidence in self._problems(read, format_named(read.format), self._seen(read)):
@@ -213,10 +254,14 @@ class Judge:
             return True
         if found.values.amax > math.ldexp(fmt.max_value, -_HEADROOM_LOG2):
             return False
-        if found.gradients is None or self._before is None or not self._gradients:
-            return True  # a plan without calibration has its scales from elsewhere
-        known = self._known(read._replace(what="gradient"))
-        return known is not None and math.ldexp(found.gradients.amax, -self._inside(t)) <= 2.0 * known.amax
+        if found.gradients is None or not self._gradients:
+            return True
+        carried = self._ran.carried(t)
+        amax = math.ldexp(found.gradients.amax, -carried)
+        scale = fp16_gradient_scale_log2(amax) if self._regional else 0
+        read = _Read(t, "gradient", fmt.name, scale - carried, carried)
+        lost = (test(read, fmt, found.gradients, 0.5) for test in (self._underflow, self._noise))
+        return amax <= math.ldexp(fmt.max_value, -scale - _HEADROOM_LOG2) and not any(lost)
 
     def _new_nonfinite(self, read: _Read, found: RangeHistogram) -> float:
         """A mask's −inf was there in calibration."""

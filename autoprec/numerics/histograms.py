@@ -7,6 +7,7 @@ so that it visits every channel; smaller tensors are exact. Weights of a sample 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 from autoprec.numerics.packing import amax_of
 from autoprec.profiles import BINS, RangeHistogram
 
-__all__ = ["SAMPLE_LIMIT", "Sample", "histogram", "sample", "stride_for", "thinned"]
+__all__ = ["SAMPLE_LIMIT", "Reading", "Sample", "histogram", "histograms", "reading", "sample", "stride_for", "thinned"]
 
 #: Elements beyond which a tensor is sampled in calibration: the size from which the design samples.
 SAMPLE_LIMIT = 1 << 16
@@ -41,6 +42,18 @@ class Sample(NamedTuple):
     def rows(self, row_length: int) -> Tensor:
         """For every sampled element, the number of its row of `row_length` elements."""
         return torch.arange(0, self.numel, self.stride, device=self.magnitudes.device) // row_length
+
+
+class Reading(NamedTuple):
+    """A sample without weights.
+
+    magnitudes (k,) float32, as in `Sample`; extremes: the largest finite magnitude of the whole tensor, and how many
+    elements of it are not finite: two numbers, or (2,) float64 on a device that the host need not wait for yet.
+    """
+
+    magnitudes: Tensor
+    numel: int
+    extremes: Tensor | tuple[float, float]
 
 
 def stride_for(shape: torch.Size, limit: int) -> int:
@@ -78,16 +91,65 @@ def sample(x: Tensor, limit: int = SAMPLE_LIMIT) -> Sample:
     return Sample(flat[::stride].float().abs(), stride, flat.numel(), amax, nonfinite)
 
 
+def reading(x: Tensor, limit: int = SAMPLE_LIMIT) -> Reading:
+    """Sample |x|; a device is not waited for."""
+    flat = x.detach().reshape(-1)
+    magnitudes, numel = flat[:: stride_for(x.shape, limit)].float().abs(), flat.numel()
+    if numel == 0 or flat.is_cpu:
+        amax = float(amax_of(flat)) if numel else 0.0
+        if math.isfinite(amax):
+            return Reading(magnitudes, numel, (amax, 0.0))
+    finite = flat.isfinite()
+    amax_of_finite = torch.where(finite, flat, 0.0).abs().amax()
+    return Reading(magnitudes, numel, torch.stack([amax_of_finite.double(), (~finite).sum().double()]))
+
+
+def histograms(readings: Sequence[Reading]) -> list[RangeHistogram]:
+    """The histogram of each. A device is waited for twice, however many there are."""
+    if not readings:
+        return []
+    sizes = np.array([r.magnitudes.numel() for r in readings])
+    x = torch.cat(_in_one_place([r.magnitudes for r in readings])).cpu().numpy()
+    waiting = {i: r.extremes for i, r in enumerate(readings) if isinstance(r.extremes, Tensor)}
+    read = torch.stack(_in_one_place(list(waiting.values()))).tolist() if waiting else []
+    late = dict(zip(waiting, read, strict=True))
+    extremes = [late.get(i, r.extremes) for i, r in enumerate(readings)]
+    places = x.view(np.int32) >> 21
+    places += np.repeat(np.arange(len(readings), dtype=np.int32) * BINS, sizes)
+    if not (finite := np.isfinite(x)).all():
+        x, places = x[finite], places[finite]
+    wide = x.astype(np.float64)
+    sums = np.stack([np.bincount(places), np.bincount(places, wide), np.bincount(places, wide * wide)], axis=1)
+    there = np.flatnonzero(sums[:, 0])
+    sums = sums[there]
+    ends = np.searchsorted(there, np.arange(1, len(readings)) * BINS)
+    return [
+        RangeHistogram(
+            bins=bins - i * BINS,
+            moments=moments * (r.numel / max(size, 1)),
+            amax=amax,
+            nonfinite=nonfinite,
+            elements=float(r.numel),
+        )
+        for i, (r, size, bins, moments, (amax, nonfinite)) in enumerate(
+            zip(readings, sizes.tolist(), np.split(there, ends), np.split(sums, ends), extremes, strict=True)
+        )
+    ]
+
+
+def _in_one_place(parts: list[Tensor]) -> list[Tensor]:
+    return parts if len({p.device for p in parts}) == 1 else [p.cpu() for p in parts]
+
+
 def histogram(taken: Sample, weights: Tensor | None = None) -> RangeHistogram:
     """The histogram of a sample, weighted by `weights` (k,) ≥ 0 (ones if None); non-finite entries are left out."""
     magnitudes = taken.magnitudes
     k = magnitudes.numel()
     if k == 0:
         return RangeHistogram.empty()
-    if weights is None and not taken.nonfinite:
-        return _counted(taken)
-    x = magnitudes.double()
-    w = torch.ones_like(x) if weights is None else weights.double()
+    if weights is None:
+        return histograms([Reading(magnitudes, taken.numel, (taken.amax, taken.nonfinite))])[0]
+    x, w = magnitudes.double(), weights.double()
     bad = ~(x.isfinite() & w.isfinite())
     if bool(bad.any()):
         x, w = torch.where(bad, 0.0, x), torch.where(bad, 0.0, w)
@@ -100,22 +162,5 @@ def histogram(taken: Sample, weights: Tensor | None = None) -> RangeHistogram:
         np.ascontiguousarray(dense.cpu().numpy()),
         amax=taken.amax,
         nonfinite=taken.nonfinite,
-        elements=float(taken.numel),
-    )
-
-
-def _counted(taken: Sample) -> RangeHistogram:
-    """Without weights, of finite elements: by numpy, over the bins that there are; a third of the time."""
-    x = taken.magnitudes.cpu().numpy()
-    bins = x.view(np.int32) >> 21
-    first = int(bins.min())
-    bins = bins - first
-    wide = x.astype(np.float64)
-    sums = np.stack([np.bincount(bins), np.bincount(bins, wide), np.bincount(bins, wide * wide)], axis=1)
-    there = np.flatnonzero(sums[:, 0])
-    return RangeHistogram(
-        bins=there + first,
-        moments=np.ascontiguousarray(sums[there]) * (taken.numel / x.size),
-        amax=taken.amax,
         elements=float(taken.numel),
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind
 from autoprec.planning.pricing import Prices, fp16_gradient_scale_log2
 from autoprec.planning.roots import Roots
 from autoprec.plans import Region
 
-__all__ = ["fp16_regions"]
+__all__ = ["fp16_regions", "summed_in_fp16"]
 
 
 def fp16_regions(
@@ -55,17 +57,18 @@ def _flowing(op: Op, graph: OpGraph) -> list[str]:
     ]
 
 
-def _summed(op: Op, graph: OpGraph, format_of: dict[tuple[str, Role], str]) -> list[str]:
+def summed_in_fp16(op: Op, graph: OpGraph, format_of: Mapping[tuple[str, Role], str]) -> list[str]:
     """Parameters whose gradient an FP16 op sums up in FP16: all that an op without a role for it reads, else the weight
     if that role is FP16 (a bias's gradient is summed up in FP32)."""
     if op.op_class in (OpClass.POINTWISE, OpClass.RECURRENT):
-        return [t for t in op.inputs if graph.tensor_by_id[t].kind is TensorKind.PARAMETER]
+        narrow = any(format_of.get((op.id, r)) == "fp16" for r in op.roles)
+        return [t for t in op.inputs if narrow and graph.tensor_by_id[t].kind is TensorKind.PARAMETER]
     in_fp16 = format_of.get((op.id, Role.GRAD_WEIGHT)) == "fp16"
     return [f"param:{weight}" for weight in op.weights[:1] if in_fp16]
 
 
 def _region(ops: list[Op], graph: OpGraph, prices: Prices, format_of: dict[tuple[str, Role], str]) -> Region:
-    concerned = [t for op in ops for t in (*_flowing(op, graph), *_summed(op, graph, format_of))]
+    concerned = [t for op in ops for t in (*_flowing(op, graph), *summed_in_fp16(op, graph, format_of))]
     found = [(h.amax, t) for t in concerned if (h := prices.gradients(t)) is not None]
     amax, where = max(found, default=(0.0, ""))
     scale = fp16_gradient_scale_log2(amax)

@@ -1,0 +1,76 @@
+"""Gradient scales of FP16 regions while a run goes on: gradients without them, and which scales suit those."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from autoprec.graphs import OpGraph, Role
+from autoprec.planning.pricing import fp16_gradient_scale_log2
+from autoprec.planning.regions import summed_in_fp16
+from autoprec.plans import Plan, Region
+from autoprec.profiles import Profile
+
+__all__ = ["RegionScales", "gradient_ranges", "rescaled", "scaled_tensors", "summed_parameters"]
+
+
+class RegionScales:
+    """Of a plan: which scale each op and each gradient has, as the exponent of 2."""
+
+    def __init__(self, plan: Plan, graph: OpGraph) -> None:
+        self._plan, self._graph = plan, graph
+        self._of = {op: r.scale_log2 for r in plan.regions for op in r.ops}
+
+    def of(self, op: str) -> int:
+        """Of gradients that the op has in FP16."""
+        return self._of.get(op, 0)
+
+    def carried(self, tensor: str) -> int:
+        """What the gradient of a tensor carries where it is seen: the scale of the region that it was made in."""
+        producer = self._graph.producer.get(tensor, "")
+        return self.of(producer) if self._plan.format_of.get((producer, Role.OUTPUT)) == "fp16" else 0
+
+
+def gradient_ranges(window: Profile, scales: RegionScales) -> dict[str, float]:
+    """Tensor → the largest magnitude of its gradient, without a scale."""
+    return {
+        t.id: math.ldexp(t.gradients.amax, -scales.carried(t.id)) for t in window.tensors if t.gradients is not None
+    }
+
+
+def scaled_tensors(region: Region, plan: Plan, graph: OpGraph) -> Iterator[str]:
+    """Whose gradients a region has under its scale: of the activations that its ops read and make, and of parameters
+    where FP16 sums them up."""
+    for op in (graph.op_by_id[op] for op in region.ops if op in graph.op_by_id):
+        yield from (t for t in (*op.inputs, *op.outputs) if not t.startswith(("param:", "buffer:")))
+        yield from summed_in_fp16(op, graph, plan.format_of)
+
+
+def rescaled(
+    plan: Plan, graph: OpGraph, amax_of: Mapping[str, float], wanted: Callable[[Region], bool] = lambda _: True
+) -> Plan:
+    """The plan with the scales of the `wanted` regions chosen for these gradients, by the same rule as when planning.
+    A region whose gradients nobody has seen keeps its own."""
+
+    def chosen(region: Region) -> Region:
+        found = [(amax_of[t], t) for t in scaled_tensors(region, plan, graph) if amax_of.get(t, 0.0) > 0.0]
+        if not found or not wanted(region):
+            return region
+        amax, where = max(found)
+        scale = fp16_gradient_scale_log2(amax)
+        if scale == region.scale_log2:
+            return region
+        reason = f"largest gradient {amax:.3g} (at {where}, in a window) times 2^{scale} is at most 65504/8"
+        return replace(region, scale_log2=scale, reason=reason)
+
+    regions = tuple(map(chosen, plan.regions))
+    return plan if regions == plan.regions else replace(plan, regions=regions)
+
+
+def summed_parameters(plan: Plan, graph: OpGraph) -> frozenset[str]:
+    """FQNs of the parameters whose gradients are summed up in FP16."""
+    if not plan.regions:
+        return frozenset()
+    found = (t for op in graph.ops for t in summed_in_fp16(op, graph, plan.format_of))
+    return frozenset(t.removeprefix("param:") for t in found)

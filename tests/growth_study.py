@@ -1,0 +1,571 @@
+"""A run that dies in FP16 and finishes under autoprec: `python -m tests.growth_study [NAME ...] [--seeds 3]
+[--picture FILE]`
+
+A transformer with squared-ReLU gated MLPs is trained on the standard library's sources. Its MLPs
+have a high learning rate, so that the products of their three growing weights, which the residual stream adds up, pass
+FP16's largest value, 65504, by training alone; in FP32 the run is healthy. The same run in FP32, in BF16 and in FP16 as
+people do it (torch.autocast, or FP16 weights with FP32 masters; torch's GradScaler), and under two policies of autoprec
+that decide for FP16. Gradients are clipped by their norm everywhere. Exit code 1 if FP16 alone survives, autoprec does
+not finish with FP32's loss, does not take FP16 early where values grow, or lets a parameter become non-finite.
+
+The largest activation of a step is told from outside: an FP32 copy of the model makes the same forward pass with the
+weights of the moment, and every result of every function in it counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import io
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+import torch.nn.functional as F
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from torch import Generator, Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.overrides import TorchFunctionMode
+
+import autoprec
+from autoprec.formats import format_named
+from tests.bench.measure import one_thread
+from tests.bench.workloads import conclude, next_byte_loss, text_batch
+
+LARGEST = format_named("fp16").max_value
+SEEDS = 3
+UNSEEN = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One size of the experiment. `patience`: a run is dead when of so many attempts in a row not a tenth changed a
+    weight (torch's GradScaler reaches 0 after 166 that did not)."""
+
+    width: int = 64
+    heads: int = 2
+    depth: int = 3
+    context: int = 64
+    rows: int = 12
+    steps: int = 500
+    warm_steps: int = 50
+    rate: float = 5e-3
+    mlp_rate: float = 4e-2
+    clip: float = 1.0
+    patience: int = 170
+    window_steps: int = 20
+    interval_steps: int = 2
+
+    def batch(self, generator: Generator, *, unseen: bool = False) -> Tensor:
+        return text_batch(generator, unseen=unseen, rows=self.rows, length=self.context)
+
+    def share_of_rate(self, attempt: int) -> float:
+        """Up over the warm steps, and down to 0."""
+        return min(1.0, (attempt + 1) / self.warm_steps) * (1.0 - attempt / self.steps)
+
+
+# The model -----------------------------------------------------------------------------------------------------------
+
+
+class GatedBlock(nn.Module):
+    """Pre-norm attention, and an MLP whose hidden layer is up · relu(gate)²: of degree three in what it reads."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.gate, self.up, self.down = (nn.Linear(a, b) for a, b in ((width, 4 * width),) * 2 + ((4 * width, width),))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, time, width) → the same."""
+        n, t, width = x.shape
+        heads = self.qkv(self.norm1(x)).view(n, t, 3, self.heads, width // self.heads)
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).reshape(n, t, width))
+        z = self.norm2(x)
+        return x + self.down(self.up(z) * F.relu(self.gate(z)).square())
+
+
+class GatedTransformer(nn.Module):
+    """Predicts the next byte."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        width = setting.width
+        self.embed = nn.Embedding(256, width)
+        self.position = nn.Parameter(0.02 * torch.randn(setting.context, width))
+        self.blocks = nn.ModuleList(GatedBlock(width, setting.heads) for _ in range(setting.depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, time) bytes → (batch, time, 256) logits."""
+        x = self.embed(tokens) + self.position[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class _Largest(TorchFunctionMode):
+    """The largest |x| among the results of the functions that are called."""
+
+    amax = 0.0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.is_floating_point():
+            self.amax = max(self.amax, float(result.detach().abs().max()))
+        return result
+
+
+class Probe:
+    """An FP32 copy of a model, which makes forward passes with the weights of the moment."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._followed, self._copy = model, copy.deepcopy(model)
+
+    @torch.no_grad()
+    def largest(self, tokens: Tensor) -> float:
+        """The largest |activation| of a forward pass."""
+        for own, theirs in zip(self._copy.parameters(), self._followed.parameters(), strict=True):
+            own.copy_(theirs)
+        with _Largest() as seen:
+            self._copy(tokens[:, :-1])
+        return seen.amax
+
+
+# Contestants ---------------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """A plain training loop in FP32, or under autocast. `model` has the FP32 weights, which `optimizer` updates."""
+
+    def __init__(self, setting: Setting, dtype: torch.dtype | None = None) -> None:
+        self.setting, self.dtype = setting, dtype
+        self.model: nn.Module = GatedTransformer(setting)
+        self.optimizer: Optimizer = AdamW(groups_of(self.model, setting), betas=(0.9, 0.95), weight_decay=0.0)
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.updates = 0
+        # A GradScaler that skips a step does not call the optimizer.
+        self.optimizer.register_step_post_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        """Where every gradient is zero nothing is learned from the batch."""
+        self.updates += any(p.grad is not None and bool(p.grad.any()) for p in self.model.parameters())
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """In the arithmetic of this contestant."""
+        with nullcontext() if self.dtype is None else torch.autocast("cpu", dtype=self.dtype):
+            return next_byte_loss(self.model, tokens)
+
+    def attempt(self, number: int, tokens: Tensor) -> tuple[float, bool]:
+        """One step of the loop: its loss, and whether the weights were updated."""
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * self.setting.share_of_rate(number)
+        before = self.updates
+        self.optimizer.zero_grad()
+        loss = self.loss(tokens)
+        self.update(loss)
+        return float(loss.detach()), self.updates > before
+
+    def update(self, loss: Tensor) -> None:
+        loss.backward()
+        self._clip()
+        self.optimizer.step()
+
+    def _clip(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.setting.clip)
+
+    def told(self, losses: Sequence[float]) -> str:
+        """What is to be said of the end of a run with these losses."""
+        return ""
+
+
+class Scaled(Trainer):
+    """With torch's GradScaler."""
+
+    def __init__(self, setting: Setting, dtype: torch.dtype | None = None) -> None:
+        super().__init__(setting, dtype)
+        self.scaler = torch.amp.GradScaler("cpu")
+
+    def update(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        self._clip()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def told(self, losses: Sequence[float]) -> str:
+        last = losses[-self.setting.patience :]
+        lost = sum(not math.isfinite(x) for x in last)
+        return f"{lost} of the last {len(last)} losses not finite, loss scale {self.scaler.get_scale():.2g}"
+
+
+class Half(Scaled):
+    """`model.half()`, with FP32 masters of its weights for the optimizer."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._narrow = copy.deepcopy(self.model).half()
+        self._pairs = list(zip(self.model.parameters(), self._narrow.parameters(), strict=True))
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        logits = self._narrow(tokens[:, :-1]).float()  # the loss itself in FP32, as people have it
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    @torch.no_grad()
+    def _hand_over(self) -> None:
+        for master, narrow in self._pairs:
+            master.grad = None if narrow.grad is None else narrow.grad.float()
+            narrow.grad = None
+
+    def update(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
+        self._hand_over()
+        self.scaler.unscale_(self.optimizer)
+        self._clip()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        with torch.no_grad():
+            for master, narrow in self._pairs:
+                narrow.copy_(master)
+
+
+class Ours(Trainer):
+    """Under a policy of autoprec: the same loop as in FP32."""
+
+    def __init__(self, setting: Setting, formats: tuple[str, ...], events: Path) -> None:
+        super().__init__(setting)
+        autoprec.compile(self.model, policy=policy_of(formats, setting), events=events)
+        self.session = autoprec.session(self.model)
+        self._kept: list[float] = []
+
+    def attempt(self, number: int, tokens: Tensor) -> tuple[float, bool]:
+        loss, _ = super().attempt(number, tokens)
+        plan = self.session.plan
+        if plan is not None and plan.predicted is not None and plan.predicted_fp32 is not None:
+            self._kept.append(plan.predicted.saved_bytes / plan.predicted_fp32.saved_bytes)
+        return loss, not self.session.step_was_skipped
+
+    def told(self, losses: Sequence[float]) -> str:
+        return f"keeps {self._kept[0]:.2f} → {self._kept[-1]:.2f} of FP32's bytes for backward" if self._kept else ""
+
+
+def groups_of(model: nn.Module, setting: Setting) -> list[dict[str, Any]]:
+    """The MLPs learn faster than the rest."""
+    named = list(model.named_parameters())
+    of_mlps = {name for name, _ in named if any(f".{layer}." in name for layer in ("gate", "up", "down"))}
+    return [
+        {"params": [p for name, p in named if name in of_mlps], "lr": setting.mlp_rate},
+        {"params": [p for name, p in named if name not in of_mlps], "lr": setting.rate},
+    ]
+
+
+def policy_of(formats: tuple[str, ...], setting: Setting) -> autoprec.Policy:
+    """Keep few bytes for the backward pass, in formats of 16 bits where the noise allows it. (This CPU has no FP16
+    arithmetic: a policy for the least time would never choose it.) Windows as short as the run is."""
+    return autoprec.Policy(
+        name="growth",
+        formats=formats,
+        objective="bytes",
+        storage={"formats": (), "recompute": False},
+        monitor={"window_steps": setting.window_steps, "interval_steps": setting.interval_steps},
+    )
+
+
+OURS, OURS_BF16 = "autoprec, fp32 and fp16", "autoprec, with bf16"
+FP32, BF16, AUTOCAST, HALF = "fp32", "bf16 autocast", "fp16 autocast", "fp16 weights"
+
+#: Name → (setting, file of events) → the contestant.
+CONTESTANTS: dict[str, Callable[[Setting, Path], Trainer]] = {
+    FP32: lambda setting, _: Trainer(setting),
+    BF16: lambda setting, _: Trainer(setting, torch.bfloat16),
+    AUTOCAST: lambda setting, _: Scaled(setting, torch.float16),
+    HALF: lambda setting, _: Half(setting),
+    OURS: lambda setting, events: Ours(setting, ("fp32", "fp16"), events),
+    OURS_BF16: lambda setting, events: Ours(setting, ("fp32", "bf16", "fp16"), events),
+}
+
+
+# Runs ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What became of one contestant.
+
+    Attributes:
+        losses, largest, clock: of every attempt: the loss, the largest activation, and how many updates were before it.
+        skipped: attempts that changed no weight.
+        died: the first of the attempts for which the run was given up (`Setting.patience`); None if it finished.
+        nonfinite: attempts after which a parameter was not finite.
+        told: what the contestant says of its end.
+        loss: on unseen batches, in the contestant's own arithmetic.
+        seconds: of this process's CPU time, for every attempt; planning is part of some.
+        events: lines of the session's file.
+    """
+
+    name: str
+    seed: int
+    losses: list[float] = field(default_factory=list)
+    largest: list[float] = field(default_factory=list)
+    clock: list[int] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    nonfinite: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    died: int | None = None
+    told: str = ""
+    loss: float = math.nan
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """Events of a kind."""
+        return [e for e in self.events if e["kind"] == kind]
+
+    def line(self) -> str:
+        """For people."""
+        end = f"died at {self.died}" if self.died is not None else "finished"
+        took = f"{statistics.median(self.seconds) * 1e3:4.0f} ms a step, {sum(self.seconds):4.0f} s"
+        counts = f"{len(self.skipped):4} skipped {len(self.of('promoted')):3} promoted {len(self.of('demoted')):3} back"
+        return (
+            f"{self.name:24} {self.seed}  {end:12} loss {self.loss:.4f} {counts}  largest {max(self.largest):7.0f}"
+            f"  {took}  {self.told}"
+        )
+
+
+def compete(name: str, seed: int, setting: Setting, folder: Path) -> Run:
+    """One run from the first step to the last, or to its death. The folder gets the events."""
+    torch._dynamo.reset()
+    torch.manual_seed(seed)
+    events = folder / f"{name} {seed}.jsonl"
+    trainer = CONTESTANTS[name](setting, events)
+    probe, generator, run = Probe(trainer.model), Generator().manual_seed(seed), Run(name=name, seed=seed)
+    updated = list[bool]()
+    for number in range(setting.steps):
+        tokens = setting.batch(generator)
+        run.largest.append(probe.largest(tokens))
+        run.clock.append(sum(updated))
+        begin = time.process_time()
+        loss, changed = trainer.attempt(number, tokens)
+        run.seconds.append(time.process_time() - begin)
+        run.losses.append(loss)
+        updated.append(changed)
+        if not all(bool(p.isfinite().all()) for p in trainer.model.parameters()):
+            run.nonfinite.append(number)
+        last = updated[-setting.patience :]
+        if len(last) == setting.patience and sum(last) < setting.patience / 10:
+            run.died = number + 1 - setting.patience
+            break
+    run.skipped = [number for number, changed in enumerate(updated) if not changed]
+    run.told, run.loss = trainer.told(run.losses), unseen_loss(trainer, setting)
+    run.events = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+    return run
+
+
+@torch.no_grad()
+def unseen_loss(trainer: Trainer, setting: Setting) -> float:
+    """Mean over batches that are the same for all."""
+    generator = Generator().manual_seed(7)
+    return statistics.mean(float(trainer.loss(setting.batch(generator, unseen=True))) for _ in range(UNSEEN))
+
+
+# What is claimed -----------------------------------------------------------------------------------------------------
+
+
+def missed(runs: Sequence[Run]) -> list[str]:
+    """Claims that do not hold."""
+    plain = {r.seed: r for r in runs if r.name == FP32}
+    spread = spread_of(plain.values())
+    found = []
+    for r in runs:
+        if r.name in (AUTOCAST, HALF):
+            wrong = {"did not die": r.died is None}
+        else:
+            wrong = {"died": r.died is not None, "stayed below FP16's largest value": max(r.largest) <= LARGEST}
+        if r.name in (OURS, OURS_BF16):
+            wrong |= wrong_in_ours(r, plain.get(r.seed), spread)
+        found += [f"{r.name}, seed {r.seed}: {what}" for what, so in wrong.items() if so]
+    return found
+
+
+def wrong_in_ours(run: Run, plain: Run | None, spread: float | None) -> dict[str, bool]:
+    first = {e["op"]: e["now"] for e in run.of("assigned") if e["role"] == "output" and e["step"] == first_step(run)}
+    grown = [e for e in run.of("promoted") if e["role"] == "output"]
+    wrong = {
+        "a parameter was not finite": bool(run.nonfinite),
+        "no op was promoted because of its values": not grown,
+        "an op that was promoted did not have FP16 at first": any(first.get(e["op"]) != "fp16" for e in grown),
+    }
+    if plain is not None and spread is not None:
+        off = abs(run.loss - plain.loss)
+        wrong[f"its loss is {off:.4f} from FP32's, beyond the spread over seeds, {spread:.4f}"] = not off <= spread
+    return wrong
+
+
+def first_step(run: Run) -> int:
+    """Of the first plan."""
+    return min((int(e["step"]) for e in run.of("assigned")), default=-1)
+
+
+def spread_of(runs: Iterable[Run]) -> float | None:
+    """From the lowest to the highest loss; None of fewer than three."""
+    losses = [r.loss for r in runs]
+    return max(losses) - min(losses) if len(losses) >= 3 else None
+
+
+def report(runs: Sequence[Run]) -> None:
+    """The losses beside FP32's."""
+    plain = {r.seed: r.loss for r in runs if r.name == FP32}
+    spread = spread_of(r for r in runs if r.name == FP32)
+    print(f"\nFP32's spread over seeds: {'of fewer than three seeds none' if spread is None else f'{spread:.4f}'}")
+    for name in dict.fromkeys(r.name for r in runs):
+        own = [r for r in runs if r.name == name]
+        off = ", ".join(f"{r.loss - plain[r.seed]:+.4f}" for r in own if r.seed in plain)
+        print(f"{name:24} loss {', '.join(f'{r.loss:.4f}' for r in own)}; to FP32 of the same seed {off or 'unknown'}")
+        why = [e["trigger"] for r in own for e in r.of("promoted")]
+        if why:
+            print(f"{'':24} promoted by {', '.join(f'{why.count(t)} {t}' for t in dict.fromkeys(why))}")
+
+
+# The picture ---------------------------------------------------------------------------------------------------------
+
+COLOURS = {"fp32": "#dddddd", "fp16": "#0072b2", "bf16": "#e69f00"}
+VETOED = "#d62728"
+
+
+def picture(run: Run, others: Sequence[Run], setting: Setting) -> str:
+    """SVG: the largest activation of each step, and below it the format of every op's result, by the file of events."""
+    spans = format_spans(run, setting)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "autoprec", "font.size": 8}):
+        figure = Figure(figsize=(8.0, 2.2 + 0.135 * len(spans)), layout="constrained")
+        top, below = figure.subplots(2, 1, sharex=True, height_ratios=(1.6, 0.135 * len(spans)))
+        draw_largest(top, run, others)
+        draw_formats(below, run, spans)
+        top.set_title(f"{run.name}, seed {run.seed}", fontsize=9)
+        below.set_xlim(0, setting.steps)
+        below.set_xlabel("step")
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+
+
+def format_spans(run: Run, setting: Setting) -> dict[str, list[tuple[int, int, str]]]:
+    """Op → (from step, to step, format) of its result, in the order of the first plan. Calibration is in FP32."""
+    changes = dict[str, list[tuple[int, str]]]()
+    for e in run.of("assigned"):
+        if e["role"] == "output":
+            changes.setdefault(e["op"], [(0, "fp32")]).append((int(e["step"]), e["now"]))
+    ends = {op: [*(step for step, _ in known[1:]), setting.steps] for op, known in changes.items()}
+    return {
+        op: [(step, end, fmt) for (step, fmt), end in zip(known, ends[op], strict=True) if end > step]
+        for op, known in changes.items()
+    }
+
+
+def draw_largest(axes: Axes, run: Run, others: Sequence[Run]) -> None:
+    axes.semilogy(run.clock, run.largest, color="black", linewidth=0.8)
+    axes.axhline(LARGEST, color=VETOED, linewidth=0.8, linestyle="--")
+    axes.annotate("65504", (0.0, LARGEST), xytext=(3, 3), textcoords="offset points", color=VETOED)
+    for e in run.of("bad_step"):
+        axes.axvline(int(e["step"]), color=VETOED, linewidth=0.7)
+    for height, r in enumerate(r for r in others if r.died is not None):
+        assert r.died is not None
+        axes.axvline(r.died, color="0.4", linewidth=0.8, linestyle=":")
+        at = (r.died, 10.0 ** (1.9 - 0.7 * height))
+        axes.annotate(
+            f"end of {r.name}", at, xytext=(4, 0), textcoords="offset points", color="0.3", backgroundcolor="w"
+        )
+    axes.set_ylabel("largest |activation|")
+    axes.grid(alpha=0.3)
+
+
+def draw_formats(axes: Axes, run: Run, spans: dict[str, list[tuple[int, int, str]]]) -> None:
+    rows = {op: row for row, op in enumerate(spans)}
+    for op, known in spans.items():
+        for fmt in dict.fromkeys(fmt for *_, fmt in known):
+            bars = [(step, end - step) for step, end, f in known if f == fmt]
+            axes.broken_barh(bars, (rows[op] - 0.42, 0.84), color=COLOURS[fmt], linewidth=0.0)
+    for e in run.of("bad_step"):
+        axes.axvline(int(e["step"]), color=VETOED, linewidth=0.7)
+    for kind, role, marker, face, _ in MARKS:
+        at = [(int(e["step"]), rows[e["op"]]) for e in run.of(kind) if (e["role"] == "output") == role]
+        if at:
+            axes.scatter(
+                *zip(*at, strict=True), s=16, marker=marker, c=face, edgecolors="black", linewidths=0.6, zorder=3
+            )
+    axes.set_yticks(range(len(rows)), [label_of(op) for op in rows], fontsize=6.5)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    used = {fmt for known in spans.values() for *_, fmt in known}
+    patches: list[Any] = [Patch(color=colour, label=fmt) for fmt, colour in COLOURS.items() if fmt in used]
+    patches += [mark(m, f, told) for kind, role, m, f, told in MARKS if marked(run, kind, role)]
+    if run.of("bad_step"):
+        patches.append(Line2D([], [], color=VETOED, linewidth=0.7, label="step without effect"))
+    axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=len(patches), frameon=False)
+
+
+#: Kind of event, whether it is about the op's result (not a gradient), marker, colour, legend.
+MARKS = (
+    ("promoted", True, "^", "white", "promoted: values"),
+    ("promoted", False, "v", "white", "promoted: gradients"),
+    ("demoted", False, "o", "white", "given back"),
+)
+
+
+def marked(run: Run, kind: str, of_values: bool) -> bool:
+    return any((e["role"] == "output") == of_values for e in run.of(kind))
+
+
+def mark(marker: str, face: str, told: str) -> Line2D:
+    return Line2D([], [], linestyle="", marker=marker, markersize=4, markerfacecolor=face, markeredgecolor="black",
+                  markeredgewidth=0.6, label=told)  # fmt: skip
+
+
+def label_of(op: str) -> str:
+    """ "blocks.0.down:linear#0" → "0 down", "blocks.0:add#1" → "0 add 2"."""
+    module, _, call = op.partition(":")
+    kind, _, number = call.partition("#")
+    name = module.removeprefix("blocks.").replace(".", " ")
+    if kind in ("linear", "layer_norm", "embedding"):
+        return name
+    kind = "attention" if kind == "scaled_dot_product_attention" else kind
+    return f"{name} {kind}{f' {int(number) + 1}' if kind == 'add' and module else ''}".strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.growth_study", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CONTESTANTS))
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--picture", type=Path, help="SVG of the first seed's run under fp32 and fp16")
+    given = parser.parse_args()
+    if unknown := [n for n in given.names if n not in CONTESTANTS]:
+        parser.error(f"unknown contestant {unknown[0]!r}; there are {', '.join(CONTESTANTS)}")
+    setting, runs = Setting(), list[Run]()
+    with one_thread(), tempfile.TemporaryDirectory() as folder:
+        for seed in range(given.seeds):
+            for name in given.names or CONTESTANTS:
+                runs.append(compete(name, seed, setting, Path(folder)))
+                print(runs[-1].line(), flush=True)
+    report(runs)
+    if given.picture is not None:
+        of_seed = [r for r in runs if r.seed == 0]
+        for run in (r for r in of_seed if r.name == OURS):
+            given.picture.write_text(picture(run, of_seed, setting))
+    conclude(missed(runs), "FP16 alone dies, autoprec finishes with FP32's loss")
+
+
+if __name__ == "__main__":
+    main()
