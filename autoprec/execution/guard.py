@@ -46,7 +46,6 @@ class GradientWatch:
         self.bad: set[str] = set()
         self.large: set[str] = set()
         self._pending: list[tuple[str, Tensor]] = []
-        self._pending_numel = 0
         self._amax: dict[str, Tensor] = {}
         self._judged: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
@@ -78,20 +77,20 @@ class GradientWatch:
         return arrived
 
     def _arrived(self, fqn: str, g: Tensor, *, alone: bool) -> None:
-        """Have a look at some gradients together while they are still in the caches, and at all at the end of the
-        backward pass, before the user's next line; at once where somebody else has a hook that may change this one."""
+        """It is looked at when the backward pass ends, before the user's next line; at once where somebody else has a
+        hook that may change it."""
         self._pending.append((fqn, g))
-        self._pending_numel += g.numel()
-        if self._pending_numel > _MOST_PENDING or not alone or torch._C._current_graph_task_id() == -1:
+        if not alone or torch._C._current_graph_task_id() == -1:
             self.look()
         elif len(self._pending) == 1:
             torch.autograd.Variable._execution_engine.queue_callback(self.look)  # type: ignore[no-untyped-call]
 
     def look(self) -> None:
-        """At the gradients that have arrived and were not looked at yet."""
-        pending, self._pending, self._pending_numel = self._pending, [], 0
+        """At the gradients that have arrived and were not looked at yet. The latest first: they are in the caches
+        still, and the first that an optimizer reads (docs/measurements/overhead.md)."""
+        pending, self._pending = self._pending, []
         elsewhere: list[tuple[str, Tensor]] = []
-        for fqn, g in pending:
+        for fqn, g in reversed(pending):
             if g.is_cpu and g.layout is torch.strided and _is_fine(g):
                 continue
             values = _values(g)
@@ -141,7 +140,7 @@ class GradientWatch:
         self.fresh.clear()
         self.bad.clear()
         self.large.clear()
-        self._pending, self._pending_numel = [], 0
+        self._pending = []
         self._amax.clear()
         self._judged.clear()
 
@@ -150,11 +149,8 @@ class GradientWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._unwatched = dict(self._parameters)
 
-
-#: Elements of gradients that arrive before somebody looks at them: of one at a time it costs a cold start of the code
-#: each (docs/measurements/overhead.md).
-_MOST_PENDING = 1 << 19
 
 #: The square of more is beyond FP32.
 _LARGE = math.sqrt(torch.finfo(torch.float32).max)
