@@ -66,7 +66,7 @@ class Replanning:
         limit = self._scheduler.bytes_of(parse_budget(budget)) if budget is not None else self.plan.budget_bytes
         before = self.plan
         plan, _ = self._scheduler.solve_again(before, limit, self._banned, _tournament(self, list(self._calls)))
-        plan = self._stability.scaled(plan)
+        plan = self._stability.scaled(plan, before)
         self.adopt(plan)
         asked = "the same budget" if budget is None else f"a budget of {budget}"
         self._event("planned", trigger="asked", evidence=f"for {asked}: {', '.join(plan.formats_used()) or 'fp32'}")
@@ -166,7 +166,7 @@ def replan(session: Session) -> None:
     plan, shortfall = session._scheduler.plan_again(before, session._banned, tournament)
     if shortfall:
         session._event("warning", trigger="budget", evidence=shortfall)
-    plan = session._stability.scaled(plan)
+    plan = session._stability.scaled(plan, before)
     session.adopt(plan)
     session._log.settle(before, plan)
     if (said := session._schedule.said(session.steps)) is not None:

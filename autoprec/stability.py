@@ -17,8 +17,8 @@ from autoprec.graphs import Role
 from autoprec.monitoring.judging import Judge
 from autoprec.monitoring.scaling import (
     RegionScales,
+    adapted,
     gradient_ranges,
-    rescaled,
     scaled_tensors,
     summed_parameters,
 )
@@ -78,12 +78,12 @@ class Stability:
             self._observed.forget(min(standing, default=self.floors.windows + 1))
         return turn
 
-    def scaled(self, plan: Plan) -> Plan:
-        """A plan that was made from calibration, with scales for the gradients of the last window."""
+    def scaled(self, plan: Plan, before: Plan) -> Plan:
+        """A plan that was made from calibration, with scales for the gradients of the last window; `before` runs."""
         graph = self._observed.graph
         if graph is None or self._policy.loss_scaling.mode != "regional":
             return plan
-        return rescaled(plan, graph, dict(self.gradients))
+        return adapted(plan, before, graph, dict(self.gradients))
 
     def summed(self, plan: Plan | None) -> frozenset[str]:
         """Parameters whose gradients are made in FP16: the monitor looks at those."""

@@ -453,7 +453,7 @@ def picture(run: Run, others: Sequence[Run], setting: Setting) -> str:
         figure = Figure(figsize=(8.0, 2.2 + 0.135 * len(spans)), layout="constrained")
         top, below = figure.subplots(2, 1, sharex=True, height_ratios=(1.6, 0.135 * len(spans)))
         draw_largest(top, run, others)
-        draw_formats(below, run, spans)
+        draw_formats(figure, below, run, spans)
         top.set_title(f"{run.name}, seed {run.seed}", fontsize=9)
         below.set_xlim(0, setting.steps)
         below.set_xlabel("step")
@@ -492,7 +492,7 @@ def draw_largest(axes: Axes, run: Run, others: Sequence[Run]) -> None:
     axes.grid(alpha=0.3)
 
 
-def draw_formats(axes: Axes, run: Run, spans: dict[str, list[tuple[int, int, str]]]) -> None:
+def draw_formats(figure: Figure, axes: Axes, run: Run, spans: dict[str, list[tuple[int, int, str]]]) -> None:
     rows = {op: row for row, op in enumerate(spans)}
     for op, known in spans.items():
         for fmt in dict.fromkeys(fmt for *_, fmt in known):
@@ -514,7 +514,7 @@ def draw_formats(axes: Axes, run: Run, spans: dict[str, list[tuple[int, int, str
     patches += [mark(m, f, told) for kind, role, m, f, told in MARKS if marked(run, kind, role)]
     if run.of("bad_step"):
         patches.append(Line2D([], [], color=VETOED, linewidth=0.7, label="step without effect"))
-    axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=len(patches), frameon=False)
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
 
 
 #: Kind of event, whether it is about the op's result (not a gradient), marker, colour, legend.

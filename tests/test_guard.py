@@ -300,8 +300,9 @@ def test_whoever_comes_after_the_gradient_cannot_hide_it(at: str, how: str) -> N
 
 
 def test_a_backward_pass_that_dies_leaves_nothing_behind() -> None:
-    """Its gradients are judged, if the user goes on with them; and not, if they are thrown away."""
-    for kept in (True, False):
+    """Its gradients are judged, if the user goes on with them, or adds to them and clips; and not, if they are thrown
+    away."""
+    for kept in ("all", "and more", ""):
         torch.manual_seed(0)
         model = autoprec.compile(hundreds(), policy="observe", events=None)
         session, optimizer = autoprec.session(model), torch.optim.SGD(model.parameters(), lr=0.1)
@@ -323,5 +324,13 @@ def test_a_backward_pass_that_dies_leaves_nothing_behind() -> None:
             if step == 3 and not kept:
                 optimizer.zero_grad()
                 model(torch.randn(8, 256)).square().mean().backward()
+            if step == 3 and kept == "and more":
+                for p in model.parameters():
+                    if p.grad is not None:
+                        p.grad.zero_()
+                (model(torch.randn(8, 256)).square().mean() * torch.inf).backward()
+                for p in model.parameters():
+                    assert p.grad is not None
+                    p.grad.nan_to_num_(0.0, 0.0, 0.0)
             optimizer.step()
-        assert session.skipped_steps == int(kept) and all(bool(p.isfinite().all()) for p in model.parameters())
+        assert session.skipped_steps == bool(kept) and all(bool(p.isfinite().all()) for p in model.parameters())

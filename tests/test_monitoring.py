@@ -16,6 +16,7 @@ from autoprec.errors import StateError
 from autoprec.floors import Ban, Floors, Trends, Verdict
 from autoprec.graphs import OpClass, OpGraph
 from autoprec.monitoring.judging import Judge
+from autoprec.monitoring.scaling import adapted
 from autoprec.numerics.histograms import histogram, sample
 from autoprec.plans import Assignment, Plan, Region
 from autoprec.policies import Monitor
@@ -405,10 +406,22 @@ def test_a_run_whose_gradients_change_by_thousands_keeps_fp16(direction: int) ->
 
 
 def test_a_jump_of_the_gradients_costs_a_step_and_the_rest_of_the_region_gets_a_smaller_scale() -> None:
-    session, _, _ = grow([0.0] * 8 + [5.0] * 12, half())
+    calm, session = grow([0.0] * 5, half())[0].plan, grow([0.0] * 5 + [5.0] * 3, half())[0]
     (lost, *_), plan = [e for e in session.events if e.kind == "bad_step"], session.plan
-    assert plan is not None and lost.role != "output" and session.skipped_steps <= 2
-    assert all(r.scale_log2 <= max(q.scale_log2 for q in plan.regions) for r in plan.regions)
+    assert calm is not None and plan is not None and lost.role != "output" and session.skipped_steps <= 2
+    before = {op: r.scale_log2 for r in calm.regions for op in r.ops}
+    assert plan.regions and all(r.scale_log2 <= before[op] - 2 for r in plan.regions for op in r.ops)
+
+
+def test_a_plan_that_is_made_again_keeps_the_scales_that_suit() -> None:
+    """So that no graph is compiled again for a scale."""
+    graph, plan, y = region_of_one(10)
+    again = replace(plan, regions=(replace(plan.regions[0], scale_log2=12),))
+    for amax, scale_log2 in ((1.0, 10), (30.0, 10), (40.0, 7), (0.6, 10), (0.3, 14), (0.0, 10)):
+        found = adapted(again, plan, graph, {X: amax / 2.0, y: amax})
+        assert found.regions[0].scale_log2 == scale_log2, amax
+    other = replace(plan, regions=())
+    assert adapted(again, other, graph, {X: 1.0, y: 1.0}).regions[0].scale_log2 == 12  # nothing runs: the plan's own
 
 
 def test_gradients_of_parameters_and_parameters_of_norms_are_not_judged() -> None:

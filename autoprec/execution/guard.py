@@ -46,6 +46,7 @@ class GradientWatch:
         self.bad: set[str] = set()
         self.large: set[str] = set()
         self._pending: list[tuple[str, Tensor]] = []
+        self._task = -1
         self._amax: dict[str, Tensor] = {}
         self._judged: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
@@ -80,9 +81,11 @@ class GradientWatch:
         """It is looked at when the backward pass ends, before the user's next line; at once where somebody else has a
         hook that may change it."""
         self._pending.append((fqn, g))
-        if not alone or torch._C._current_graph_task_id() == -1:
+        task = torch._C._current_graph_task_id()
+        if not alone or task == -1:
             self.look()
-        elif len(self._pending) == 1:
+        elif task != self._task:  # one of a pass that died has not been called
+            self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self.look)  # type: ignore[no-untyped-call]
 
     def look(self) -> None:

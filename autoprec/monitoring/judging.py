@@ -13,7 +13,7 @@ from typing import NamedTuple
 from autoprec.floors import Trends, Verdict
 from autoprec.formats import FP32, Format, format_named
 from autoprec.graphs import Op, OpClass, OpGraph, Role
-from autoprec.monitoring.scaling import RegionScales, gradient_ranges, rescaled
+from autoprec.monitoring.scaling import LEAST_ROOM_LOG2, RegionScales, gradient_ranges, rescaled
 from autoprec.planning.noise import current_scale_log2, error_energy
 from autoprec.planning.pricing import fp16_gradient_scale_log2
 from autoprec.planning.regions import summed_in_fp16
@@ -25,9 +25,6 @@ __all__ = ["Judge"]
 
 #: Octaves below the format's largest value in which a tensor must stay to count as well.
 _HEADROOM_LOG2 = 2
-
-#: Octaves below FP16's largest value in which gradients get another scale; planning leaves three.
-_LEAST_ROOM_LOG2 = 1.0
 
 #: A trend that reaches the largest value counts from so many octaves below it.
 _NEAR_LOG2 = 6.0
@@ -103,7 +100,7 @@ class Judge:
             op.id
             for op in self.graph.ops
             for read in self._reads(op)
-            if read.what == "gradient" and read.format == "fp16" and self._room_log2(read) < _LEAST_ROOM_LOG2
+            if read.what == "gradient" and read.format == "fp16" and self._room_log2(read) < LEAST_ROOM_LOG2
         }
 
         def wanted(region: Region) -> bool:

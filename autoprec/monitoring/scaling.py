@@ -6,13 +6,29 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+from autoprec.formats import FP16
 from autoprec.graphs import OpGraph, Role
 from autoprec.planning.pricing import fp16_gradient_scale_log2
 from autoprec.planning.regions import summed_in_fp16
 from autoprec.plans import Plan, Region
 from autoprec.profiles import Profile
 
-__all__ = ["RegionScales", "gradient_ranges", "rescaled", "scaled_tensors", "summed_parameters"]
+__all__ = [
+    "LEAST_ROOM_LOG2",
+    "RegionScales",
+    "adapted",
+    "gradient_ranges",
+    "rescaled",
+    "scaled_tensors",
+    "summed_parameters",
+]
+
+
+#: Octaves below FP16's largest value in which gradients get another scale; planning leaves three.
+LEAST_ROOM_LOG2 = 1.0
+
+#: Octaves that are no reason for another scale: of FP16's forty, 33 are left below the largest gradient.
+_MOST_ROOM_LOG2 = 7.0
 
 
 class RegionScales:
@@ -66,6 +82,24 @@ def rescaled(
 
     regions = tuple(map(chosen, plan.regions))
     return plan if regions == plan.regions else replace(plan, regions=regions)
+
+
+def adapted(plan: Plan, before: Plan, graph: OpGraph, amax_of: Mapping[str, float]) -> Plan:
+    """A plan that was made from calibration, while another one runs: its regions keep the scales that their ops have
+    now, where those suit these gradients, so that what does not change need not be compiled again."""
+    running = {op: r.scale_log2 for r in before.regions for op in r.ops}
+
+    def now(region: Region) -> Region:
+        scales = {running[op] for op in region.ops if op in running}
+        return replace(region, scale_log2=scales.pop(), reason="as it was") if len(scales) == 1 else region
+
+    def suits(region: Region) -> bool:
+        amax = max((amax_of.get(t, 0.0) for t in scaled_tensors(region, plan, graph)), default=0.0)
+        room_log2 = math.log2(FP16.max_value / amax) - region.scale_log2 if amax > 0.0 else _MOST_ROOM_LOG2
+        return LEAST_ROOM_LOG2 <= room_log2 <= _MOST_ROOM_LOG2
+
+    kept = replace(plan, regions=tuple(map(now, plan.regions)))
+    return rescaled(kept, graph, amax_of, lambda region: not suits(region))
 
 
 def summed_parameters(plan: Plan, graph: OpGraph) -> frozenset[str]:
