@@ -294,35 +294,35 @@ def append(path: Path, data: str | bytes) -> None:
 
 
 @pytest.fixture
-def file() -> EventsFile:
+def file() -> EventsFile[WatchedRun]:
     write(SMALL)
-    found = EventsFile(Path(NAME))
+    found = EventsFile(Path(NAME), WatchedRun, follow)
     found.read()
     return found
 
 
-def steps(file: EventsFile) -> int:
+def steps(file: EventsFile[WatchedRun]) -> int:
     file.read()
     return file.run.steps
 
 
-def test_only_what_was_appended_is_read(file: EventsFile) -> None:
+def test_only_what_was_appended_is_read(file: EventsFile[WatchedRun]) -> None:
     with file.path.open("r+b") as other:
         other.write(b"?????")  # whoever reads it again finds no event
     append(file.path, text_of([window(12)]))
     assert steps(file) == 12
     with pytest.raises(InputError):
-        EventsFile(file.path).read()
+        EventsFile(file.path, WatchedRun, follow).read()
 
 
-def test_a_line_without_its_end_waits(file: EventsFile) -> None:
+def test_a_line_without_its_end_waits(file: EventsFile[WatchedRun]) -> None:
     line = text_of([event(12, "warning", evidence="ä€😀")]).encode()
     for cut in range(len(line)):
         append(file.path, line[cut : cut + 1])
         assert steps(file) == (12 if cut == len(line) - 1 else 4)
 
 
-def test_a_file_that_shrank_is_read_anew(file: EventsFile) -> None:
+def test_a_file_that_shrank_is_read_anew(file: EventsFile[WatchedRun]) -> None:
     append(file.path, text_of([window(12), window(20)]))
     assert steps(file) == 20
     os.truncate(file.path, len(text_of([*SMALL, window(12)])))
@@ -331,7 +331,7 @@ def test_a_file_that_shrank_is_read_anew(file: EventsFile) -> None:
     assert steps(file) == 16 and len(file.run.ops) == 2
 
 
-def test_a_file_that_was_replaced_is_read_anew(file: EventsFile) -> None:
+def test_a_file_that_was_replaced_is_read_anew(file: EventsFile[WatchedRun]) -> None:
     other = [replace(e, op=e.op and "x" * len(e.op)) for e in SMALL]
     write(other, "new")
     assert len(text_of(other)) == len(text_of(SMALL))
@@ -340,7 +340,7 @@ def test_a_file_that_was_replaced_is_read_anew(file: EventsFile) -> None:
     assert [op.op for op in file.run.ops] == ["x" * len(UP), "x" * len(DOWN)]
 
 
-def test_a_file_that_was_written_anew_in_its_place_is_read_anew(file: EventsFile) -> None:
+def test_a_file_that_was_written_anew_in_its_place_is_read_anew(file: EventsFile[WatchedRun]) -> None:
     identity = os.stat(file.path).st_ino
     write([planned(4), assigned(4, "x", "output", "bf16"), *(window(4) for _ in range(20))])
     assert os.stat(file.path).st_ino == identity
@@ -366,7 +366,7 @@ LINES = [
 def test_however_it_grew_it_says_what_it_says_at_once(events: list[Event], cuts: list[int]) -> None:
     data = text_of(events).encode()
     with tempfile.TemporaryDirectory() as folder:
-        file = EventsFile(Path(folder) / NAME)
+        file = EventsFile(Path(folder) / NAME, WatchedRun, follow)
         ends = sorted({min(cut, len(data)) for cut in cuts} | {len(data)})
         for start, end in zip([0, *ends], ends, strict=False):
             append(file.path, data[start:end])
@@ -408,7 +408,7 @@ def test_a_hundred_thousand_lines_of_fifteen_hundred_ops(run: Run) -> None:
         events.append(window(500 * k + 8))
     assert len(events) > 99_000
     write(events)
-    file, before = EventsFile(Path(NAME)), time.process_time()
+    file, before = EventsFile(Path(NAME), WatchedRun, follow), time.process_time()
     file.read()
     whole = time.process_time() - before
     append(file.path, text_of([window(10**6)]))
@@ -474,7 +474,7 @@ def test_a_line_that_is_no_event(run: Run, line: bytes, place: str, words: str) 
         assert words in err and "is this its file of events?" in err and err.count("\n") == 1
 
 
-def test_the_line_is_named_however_far_down(file: EventsFile) -> None:
+def test_the_line_is_named_however_far_down(file: EventsFile[WatchedRun]) -> None:
     append(file.path, text_of([window(12), window(20)]))
     file.read()
     append(file.path, text_of([window(28), replace(window(36), evidence="steps")]))

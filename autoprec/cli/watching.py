@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import stat
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from json import JSONDecoder
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Generic, TypeVar
 
 from rich.console import Console
 from rich.live import Live
@@ -20,7 +21,7 @@ from autoprec.plans import Event
 from autoprec.reporting.watching import WatchedRun, follow, run_data, run_view
 from autoprec.serial import event_from_json_line
 
-__all__ = ["EventsFile", "watch_run"]
+__all__ = ["EventsFile", "check_interval", "opened", "watch_run"]
 
 #: What a run's file of events is called unless compile(…, events=) says otherwise.
 EVENTS_NAME = "autoprec_events.jsonl"
@@ -30,17 +31,8 @@ SHORTEST_SECONDS, LONGEST_SECONDS = 0.05, 3600.0
 
 def watch_run(run: Path, interval_seconds: float, *, once: bool, as_json: bool) -> int:
     """Show the run until Ctrl-C; or once, where that was asked for and where nobody looks."""
-    if not SHORTEST_SECONDS <= interval_seconds <= LONGEST_SECONDS:
-        allowed = f"between {SHORTEST_SECONDS:g} and {LONGEST_SECONDS:g}"
-        raise InputError(f"--interval must be {allowed} seconds, not {interval_seconds:g}")
-    file = EventsFile(_path(run))
-    try:
-        with progress_console().status(Text(f"reading {file.path}")):  # a str would be markup
-            file.read()
-    except FileNotFoundError:
-        where = f"no {EVENTS_NAME} is in this folder" if file.path != run else "there is no such file"
-        how = "a run writes it in the folder that it runs in, or where compile(…, events=) says, from its first plan on"
-        raise InputError(f"{run}: {where}; {how}") from None
+    check_interval(interval_seconds)
+    file = opened(run, WatchedRun, follow)
     out = console()
     if once or as_json or not (out.file.isatty() and out.is_interactive):
         view = run_view(file.run, str(file.path), width=out.width)
@@ -50,11 +42,27 @@ def watch_run(run: Path, interval_seconds: float, *, once: bool, as_json: bool) 
     return 0
 
 
-def _path(run: Path) -> Path:
-    return run / EVENTS_NAME if os.path.isdir(run) else run
+def check_interval(seconds: float) -> None:
+    """`InputError` where nobody could mean it."""
+    if not SHORTEST_SECONDS <= seconds <= LONGEST_SECONDS:
+        allowed = f"between {SHORTEST_SECONDS:g} and {LONGEST_SECONDS:g}"
+        raise InputError(f"--interval must be {allowed} seconds, not {seconds:g}")
 
 
-def _watch(file: EventsFile, out: Console, interval_seconds: float) -> None:
+def opened(run: Path, nothing: Callable[[], T], fold: Callable[[T, Sequence[Event]], T]) -> EventsFile[T]:
+    """The file of events of a run, or in its folder, read for the first time. `InputError` if there is none."""
+    file = EventsFile(run / EVENTS_NAME if os.path.isdir(run) else run, nothing, fold)
+    try:
+        with progress_console().status(Text(f"reading {file.path}")):  # a str would be markup
+            file.read()
+    except FileNotFoundError:
+        where = f"no {EVENTS_NAME} is in this folder" if file.path != run else "there is no such file"
+        how = "a run writes it in the folder that it runs in, or where compile(…, events=) says, from its first plan on"
+        raise InputError(f"{run}: {where}; {how}") from None
+    return file
+
+
+def _watch(file: EventsFile[WatchedRun], out: Console, interval_seconds: float) -> None:
     """Until Ctrl-C. What was seen last then stays in the terminal, which a screen of its own would take with it."""
     note = ""
     try:
@@ -81,20 +89,23 @@ _CHUNK_BYTES = 1 << 20
 _LONGEST_LINE_BYTES = 1 << 20
 
 
-class EventsFile:
+T = TypeVar("T")
+
+
+class EventsFile(Generic[T]):
     """A file of events that is read as it grows: only what was appended, unless it is no longer the same file.
 
     Attributes:
         path: of the file.
-        run: what it said when it was read last.
+        run: what it said when it was read last: `nothing()`, and then `fold(run, events)` for those that were read.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, nothing: Callable[[], T], fold: Callable[[T, Sequence[Event]], T]) -> None:
+        self.path, self._nothing, self._fold = path, nothing, fold
         self._begin()
 
     def _begin(self) -> None:
-        self.run = WatchedRun()
+        self.run = self._nothing()
         self._lines = self._bytes = 0
         self._last, self._identity = b"", (0, 0)
 
@@ -119,7 +130,7 @@ class EventsFile:
     def _take(self, lines: list[bytes]) -> None:
         events = [self._event(line, self._lines + i) for i, line in enumerate(lines, start=1)]
         try:
-            self.run = follow(self.run, events)
+            self.run = self._fold(self.run, events)
         except InputError as error:
             raise InputError(f"{self.path}:{self._lines + 1 + int(error.at[0])}: {error}{_HINT}") from error
         if lines:

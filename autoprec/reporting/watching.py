@@ -22,7 +22,7 @@ from autoprec.reporting.differences import NUMBER  # what layers of one kind dif
 from autoprec.reporting.plans import maker, storage_text
 from autoprec.serial.codec import encode
 
-__all__ = ["Figures", "WatchedOp", "WatchedRun", "follow", "run_data", "run_view"]
+__all__ = ["Figures", "WatchedOp", "WatchedRun", "figures_of", "follow", "run_data", "run_view"]
 
 #: What a tensor that is kept for backward has for a role in an "assigned" line.
 _KEPT = "kept"
@@ -177,7 +177,7 @@ class _Draft:
         self.ops[new.op] = new
 
     def observe(self, event: Event) -> None:
-        told = _figures(event)
+        told = figures_of(event)
         if missing := [name for name in _OBSERVED if name not in told]:
             raise InputError(f"evidence: {', '.join(missing)} must be among an op's figures")
         seen = {name: told[name] for name in _OBSERVED}
@@ -185,7 +185,7 @@ class _Draft:
         self.ops[event.op] = replace(self.op(event.op), figures=figures)
 
     def tell(self, event: Event) -> None:
-        told = _figures(event)
+        told = figures_of(event)
         if wrong := [name for name, value in told.items() if not math.isfinite(value)]:
             raise InputError(f"evidence: {wrong[0]} must be finite")
         # A window in the middle of a bad step does not count that step yet.
@@ -222,7 +222,7 @@ class _Draft:
 _OBSERVED = ("amax", "largest", "overflow_frac", "saturation_frac", "underflow_frac")
 
 
-def _figures(event: Event) -> dict[str, float]:
+def figures_of(event: Event) -> dict[str, float]:
     """The numbers of an evidence that is nothing but numbers."""
     found = dict[str, float]()
     for part in event.evidence.split():

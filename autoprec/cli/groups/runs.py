@@ -1,4 +1,4 @@
-"""Commands about a run: watch, and chaos, which proves what it promises."""
+"""Commands about a run: watch, tensorboard, and chaos, which proves what it promises."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from autoprec.cli.command import Json, PolicyName, command
 
-__all__ = ["chaos", "watch"]
+__all__ = ["chaos", "tensorboard", "watch"]
 
 
 @command
@@ -26,6 +26,22 @@ def watch(
     from autoprec.cli.watching import watch_run
 
     return watch_run(run, interval, once=once, as_json=json)
+
+
+@command
+def tensorboard(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's file of events, or the folder that it is in.")],
+    logdir: Annotated[Path, typer.Argument(metavar="LOGDIR", help="A new folder, for tensorboard --logdir.")],
+    follow: Annotated[bool, typer.Option("--follow", help="Go on as the file grows, until Ctrl-C.")] = False,
+    interval: Annotated[float, typer.Option("--interval", metavar="SECONDS", help="How often to look.")] = 5.0,
+) -> int:
+    """Write a run's formats, figures and events as curves for TensorBoard.
+
+    Reads nothing but the file of events (autoprec_events.jsonl). Needs the tensorboard package.
+    """
+    from autoprec.cli.tensorboard import write_curves
+
+    return write_curves(run, logdir, interval, follow=follow)
 
 
 @command
