@@ -31,7 +31,8 @@ class Verdict:
     """An op that must leave a format, and why.
 
     Attributes:
-        trigger: "overflow", "growth", "saturation", "underflow" or "noise"; of an incident, "zero".
+        trigger: "overflow", "growth", "saturation", "underflow" or "noise"; of an incident, "zero"; of gradients that
+            have come near to the largest number, "range".
         role: "output" of what a value shows, "grad_input" of what a gradient does.
         urgent: whether values have left the format already: then no cool-down counts.
     """
@@ -78,13 +79,14 @@ class Ban:
 @dataclass(frozen=True, kw_only=True)
 class Turn:
     """What a window changes: formats that are banned, with the verdicts, bans that are lifted, and the plan, if some of
-    its regions get other scales. And what is told of it: incidents that no format is to blame for, and figures of ops
-    near a limit, as fields of events."""
+    its FP16 regions get other scales, with the verdicts that this answers. And what is told of it: incidents that no
+    format is to blame for, and figures of ops near a limit, as fields of events."""
 
     floors: Floors
     banned: tuple[Verdict, ...] = ()
     lifted: tuple[Ban, ...] = ()
-    rescaled: Plan | None = None
+    rescaled: tuple[Verdict, ...] = ()
+    plan: Plan | None = None
     incidents: tuple[Verdict, ...] = ()
     figures: tuple[dict[str, str], ...] = ()
 

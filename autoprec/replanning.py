@@ -135,28 +135,18 @@ def _judge_window(session: Session) -> None:
     for v in turn.incidents:
         told = {"op": v.op, "role": v.role, "trigger": v.trigger}
         session._log.add_once(session.steps, "incident", **told, evidence=v.evidence)
-    if turn.rescaled is not None:
-        _tell_scales(session, turn.rescaled)
-    if not (turn.banned or turn.lifted):
-        if turn.rescaled is not None:
-            session.adopt(turn.rescaled)
-        return
     for v in turn.banned:
         session._event("promoted", op=v.op, role=v.role, was=v.format, trigger=v.trigger, evidence=v.evidence)
     for b in turn.lifted:
         evidence = f"well in {b.format} for {b.well} windows, after {b.trigger}"
         session._event("demoted", op=b.op, now=b.format, trigger="quiet", evidence=evidence)
-    replan(session)
-
-
-def _tell_scales(session: Session, plan: Plan) -> None:
-    """Of the same formats with other gradient scales for some FP16 regions."""
-    assert (before := session.plan) is not None
-    for old, new in zip(before.regions, plan.regions, strict=True):
-        if old != new:
-            told = {"op": old.ops[0], "role": Role.GRAD_INPUT, "was": "fp16", "now": "fp16", "trigger": "range"}
-            evidence = f"gradients of {len(old.ops)} ops: scale 2^{old.scale_log2} → 2^{new.scale_log2}; {new.reason}"
-            session._event("rescaled", **told, evidence=evidence)
+    for r in turn.rescaled:
+        told = {"op": r.op, "role": Role.GRAD_INPUT, "was": "fp16", "now": "fp16", "trigger": r.trigger}
+        session._event("rescaled", **told, evidence=r.evidence)
+    if turn.banned or turn.lifted:
+        replan(session)
+    elif turn.plan is not None:
+        session.adopt(turn.plan)
 
 
 def replan(session: Session) -> None:

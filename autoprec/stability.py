@@ -68,8 +68,9 @@ class Stability:
         )
         better = judge.with_better_scales()
         turn = self.floors.after(better.verdicts(), better.is_well, limits.cooldown_windows)
-        found = None if better.plan is plan else better.plan
-        turn = replace(turn, rescaled=found, incidents=judge.incidents(), figures=judge.figures())
+        if better is not judge:
+            turn = replace(turn, plan=better.plan, rescaled=judge.answered_by(better.plan))
+        turn = replace(turn, incidents=judge.incidents(), figures=judge.figures())
         self.floors = turn.floors
         if turn.banned:
             self._observed.learn(window, self.floors.windows)

@@ -401,7 +401,7 @@ def test_a_run_whose_gradients_change_by_thousands_keeps_fp16(direction: int) ->
     assert "rescaled" in kinds and not {"promoted", "bad_step", "demoted"} & set(kinds)
     assert session.plan is not None and "fp16" in session.plan.formats_used()
     shifts = [e for e in session.events if e.kind == "rescaled"]
-    assert all(e.op and e.evidence and e.trigger == "range" for e in shifts)
+    assert all(e.op and "scale 2^" in e.evidence and e.trigger in ("range", "growth", "noise") for e in shifts)
     assert max(errors) < 0.03
 
 

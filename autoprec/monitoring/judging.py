@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from autoprec.floors import Trends, Verdict
@@ -94,17 +95,11 @@ class Judge:
         FP16's largest value, or are judged unstable in it; the judge itself where no other scale suits those."""
         if not (self._gradients and self._regional and self.plan.regions):
             return self
-        unstable = {v.op for v in self.verdicts() if v.format == "fp16" and v.role == Role.GRAD_INPUT}
+        concerned = {v.op for v in self._of_scales()}
         ranges = gradient_ranges(self.window, self._ran)
-        near = {
-            op.id
-            for op in self.graph.ops
-            for read in self._reads(op)
-            if read.what == "gradient" and read.format == "fp16" and self._room_log2(read) < LEAST_ROOM_LOG2
-        }
 
         def wanted(region: Region) -> bool:
-            return not (unstable | near).isdisjoint(region.ops)
+            return not concerned.isdisjoint(region.ops)
 
         plan = rescaled(self.plan, self.graph, ranges, wanted)
         if plan is self.plan:
@@ -118,6 +113,29 @@ class Judge:
             trends=self._trends,
             observed=self._observed_under,
         )
+
+    def answered_by(self, plan: Plan) -> tuple[Verdict, ...]:
+        """For each region that has another scale in the plan, the first verdict about it, and what is done."""
+        found = []
+        for was, now in zip(self.plan.regions, plan.regions, strict=True):
+            about = next((v for v in self._of_scales() if v.op in was.ops), None)
+            if was.scale_log2 != now.scale_log2 and about is not None:
+                change = f"gradients of {len(was.ops)} ops: scale 2^{was.scale_log2} → 2^{now.scale_log2}; {now.reason}"
+                found.append(replace(about, evidence=f"{about.evidence}; {change}"))
+        return tuple(found)
+
+    def _of_scales(self) -> tuple[Verdict, ...]:
+        """What another scale may be the answer to: verdicts on gradients in FP16, and gradients near to its largest
+        number."""
+        unstable = tuple(v for v in self.verdicts() if v.format == "fp16" and v.role == Role.GRAD_INPUT)
+        near = []
+        for op in reversed(self.graph.ops):
+            for read in self._reads(op):
+                if read.what == "gradient" and read.format == "fp16" and self._room_log2(read) < LEAST_ROOM_LOG2:
+                    nearness = 2.0 ** -self._room_log2(read)
+                    told = f"gradient of {read.tensor}: amax is {nearness:.2g} of fp16's largest number"
+                    near.append(Verdict(op=op.id, format="fp16", trigger="range", evidence=told, role=Role.GRAD_INPUT))
+        return (*unstable, *near)
 
     def incidents(self) -> tuple[Verdict, ...]:
         """Ops whose result is zero throughout, which it was not in calibration, though something that they read is

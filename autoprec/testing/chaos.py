@@ -117,9 +117,12 @@ class Run:
         return [op for op in wanted if op.op_class is not OpClass.VIEW]
 
 
-def first_told(session: Session, since: int) -> Event | None:
+#: What may be told of a fault; a gradient scale that follows tells of one only where nothing else does.
+_TOLD, _ALSO_TOLD = ("bad_step", "promoted", "incident"), ("rescaled",)
+
+
+def first_told(session: Session, since: int, kinds: Sequence[str] = _TOLD) -> Event | None:
     """The first thing that was told of a fault, of events from the one with this number on."""
-    kinds = ("bad_step", "promoted", "incident")
     return next((e for e in session.events[since:] if e.kind in kinds), None)
 
 
@@ -171,6 +174,8 @@ def outcome_of(session: Session, steps: Iterable[Seen]) -> Outcome:
         if told is not None:
             noticed = "step" if seen.bad and session.step_was_skipped else "window"
             break
+    if told is None and (told := first_told(session, events, _ALSO_TOLD)) is not None:
+        noticed = "window"
     return Outcome(
         bad_steps=bad,
         skipped_steps=session.skipped_steps - skipped,

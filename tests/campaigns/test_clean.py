@@ -34,7 +34,7 @@ def test_clean_runs_are_left_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_monitor_changes_no_bit(name: str) -> None:
-    assert clean.unlike_unmonitored(TASKS[name], RULED, steps=40) == []
+    assert clean.unlike_unmonitored(TASKS[name], RULED, steps=40) == (40, [])
 
 
 # Planted bugs --------------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def test_an_observer_that_draws_random_numbers_would_be_red(monkeypatch: pytest.
         return plain(self, tensor_id, x, **rest)
 
     monkeypatch.setattr(StepObserver, "value", drawing)
-    found = clean.unlike_unmonitored(TASKS["visits"], RULED, steps=6)
+    _, found = clean.unlike_unmonitored(TASKS["visits"], RULED, steps=6)
     assert found[0].startswith("step ") and "parameters and buffers" in found[1]
 
 
