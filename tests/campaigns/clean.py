@@ -3,9 +3,9 @@
 Three small models are trained on real data, each under a plan whose formats rules chose (a part in FP16, the rest in
 BF16, E4M3 for what is kept) and, for a tenth as many windows, under one that the planner chose among all of them. The
 monitor observes every other step and judges windows of 20. Nothing disturbs these runs: no format may be taken or given
-back, and no step skipped; FP16 regions may get other gradient scales, which is told. One of them runs once more under the
-monitor's default settings. And what a monitored run computes is bitwise what the same plan computes unmonitored, for as
-long as it has that plan. Exit code 1 if anything is otherwise.
+back, and no step skipped; FP16 regions may get other gradient scales, which is told. One of them runs once more under
+the monitor's default settings. And what a monitored run computes is bitwise what the same plan computes unmonitored,
+for as long as it has that plan. Exit code 1 if anything is otherwise.
 """
 
 from __future__ import annotations
