@@ -35,6 +35,7 @@ class Observations:
         profile: what calibration recorded so far; None before the first observed step.
         steps: optimizer steps in it (`profile.steps` counts backward passes).
         window: of the window in progress; None before its first observed step.
+        latest: of the step that is over, if it was one of a window; None once it was taken.
         learned: (number of the window, value ranges) that count when planning, beside the profile.
         foreseen: whether the structure of a graph was foreseen, because calibration runs under a provisional plan.
     """
@@ -48,6 +49,7 @@ class Observations:
         self.foreseen = False
         self._expected: StructureRecorder | None = None
         self.window: Profile | None = None
+        self.latest: Profile | None = None
         self.learned: tuple[tuple[int, Profile], ...] = ()
         self._observer: StepObserver | None = None
         self._structure: StructureRecorder | None = None
@@ -129,6 +131,7 @@ class Observations:
             self.profile = seen if self.profile is None else self.profile.merge(seen)
             self.steps += 1
         else:
+            self.latest = seen
             self.window = seen if self.window is None else self.window.merge(seen)
 
     def _learn_structure(self, structure: StructureRecorder) -> None:
@@ -143,6 +146,21 @@ class Observations:
         """The window, which begins anew."""
         window, self.window = self.window, None
         return window
+
+    def take_latest(self) -> Profile | None:
+        """What the step that is over showed a window."""
+        latest, self.latest = self.latest, None
+        return latest
+
+    def shift_window(self, log2_of: Callable[[str], int]) -> None:
+        """Gradients of these tensors carry another factor from now on: as if they had had it all the window."""
+
+        def shifted(t: TensorProfile) -> TensorProfile:
+            log2 = 0 if t.gradients is None else log2_of(t.id)
+            return t if not log2 or t.gradients is None else replace(t, gradients=t.gradients.shifted(log2))
+
+        if self.window is not None:
+            self.window = replace(self.window, tensors=tuple(map(shifted, self.window.tensors)))
 
     @property
     def known(self) -> Profile | None:

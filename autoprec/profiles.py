@@ -7,6 +7,7 @@ float32 subnormals. Histograms add: across micro-batches, steps, ranks.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
@@ -28,6 +29,8 @@ __all__ = [
 ]
 
 BINS = 1024
+
+_PER_OCTAVE = 4
 
 Float64Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -96,6 +99,18 @@ class RangeHistogram:
             amax=max(self.amax, other.amax),
             nonfinite=self.nonfinite + other.nonfinite,
             elements=self.elements + other.elements,
+        )
+
+    def shifted(self, log2: int) -> RangeHistogram:
+        """Of the same elements times 2^log2. Zeros stay where they are, and float32 subnormals."""
+        factor = np.array([1.0, math.ldexp(1.0, log2), math.ldexp(1.0, 2 * log2)])
+        moved = np.where(
+            self.bins < _PER_OCTAVE, self.bins, np.clip(self.bins + _PER_OCTAVE * log2, _PER_OCTAVE, BINS - 1)
+        )
+        dense = np.zeros((BINS, 3))
+        np.add.at(dense, moved, self.moments * factor)
+        return RangeHistogram.from_dense(
+            dense, amax=math.ldexp(self.amax, log2), nonfinite=self.nonfinite, elements=self.elements
         )
 
     def scaled(self, factor: float) -> RangeHistogram:

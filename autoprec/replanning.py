@@ -11,8 +11,10 @@ from autoprec.devices import Device
 from autoprec.errors import InputError
 from autoprec.execution.replay import CallRecord
 from autoprec.execution.tournament import Tournament
+from autoprec.floors import Turn
 from autoprec.graphs import Role
 from autoprec.plans import Plan
+from autoprec.profiles import Profile
 
 if TYPE_CHECKING:
     from autoprec.sessions import Session
@@ -29,8 +31,11 @@ class Replanning:
             if self._observed.steps >= self.policy.calibration.steps:
                 _plan_in_the_loop(self)
             return
+        seen = self._observed.take_latest()
         if self.steps - self._window_steps >= self.policy.monitor.window_steps:
             _judge_window(self)
+        elif seen is not None and self.plan is not None:
+            _follow_gradients(self, seen)
         if self._schedule.is_due(self.steps):
             replan(self)
 
@@ -74,11 +79,13 @@ class Replanning:
         _note_run(self)
         return plan
 
-    def adopt(self: Session, plan: Plan) -> None:  # type: ignore[misc]
-        """Run a plan from the next call on; between two steps."""
+    def adopt(self: Session, plan: Plan, *, new_window: bool = True) -> None:  # type: ignore[misc]
+        """Run a plan from the next call on; between two steps. A window is of one plan, whatever the scales in it."""
         self._frozen.adopt(plan)
-        self.plan, self._window_steps = plan, self.steps
-        self._observed.take_window()  # a window is of one plan: gradients carry the scales of its regions
+        self.plan = plan
+        if new_window:
+            self._window_steps = self.steps
+            self._observed.take_window()
         for slot in self._slots.values():
             slot.adopt(plan, self._device_type)
             if slot.trains and slot.calls and (refused := slot.prepare()):
@@ -140,13 +147,25 @@ def _judge_window(session: Session) -> None:
     for b in turn.lifted:
         evidence = f"well in {b.format} for {b.well} windows, after {b.trigger}"
         session._event("demoted", op=b.op, now=b.format, trigger="quiet", evidence=evidence)
-    for r in turn.rescaled:
-        told = {"op": r.op, "role": Role.GRAD_INPUT, "was": "fp16", "now": "fp16", "trigger": r.trigger}
-        session._event("rescaled", **told, evidence=r.evidence)
+    _tell_scales(session, turn)
     if turn.banned or turn.lifted:
         replan(session)
     elif turn.plan is not None:
         session.adopt(turn.plan)
+
+
+def _follow_gradients(session: Session, seen: Profile) -> None:
+    """An observed step within a window may change the scales of FP16 regions, and nothing else."""
+    assert session.plan is not None
+    if (turn := session._stability.step_over(session.plan, seen)) is not None and turn.plan is not None:
+        _tell_scales(session, turn)
+        session.adopt(turn.plan, new_window=False)
+
+
+def _tell_scales(session: Session, turn: Turn) -> None:
+    for r in turn.rescaled:
+        told = {"op": r.op, "role": Role.GRAD_INPUT, "was": "fp16", "now": "fp16", "trigger": r.trigger}
+        session._event("rescaled", **told, evidence=r.evidence)
 
 
 def replan(session: Session) -> None:

@@ -25,6 +25,7 @@ from autoprec.monitoring.scaling import (
 from autoprec.observing import Observations
 from autoprec.plans import Plan
 from autoprec.policies import Policy
+from autoprec.profiles import Profile
 
 __all__ = ["Stability"]
 
@@ -46,6 +47,20 @@ class Stability:
     def watches(self, plan: Plan | None) -> bool:
         """Whether windows are worth observing: there is something to lose, or a format that may come back."""
         return plan is not None and (not plan.is_identity or bool(self.floors.banned))
+
+    def step_over(self, plan: Plan, seen: Profile) -> Turn | None:
+        """An observed step is over: whether its gradients have come near to FP16's largest value in a region. That is
+        not left to the end of the window, because the next octave is an overflow."""
+        graph, mode = self._observed.graph, self._policy.loss_scaling.mode
+        if graph is None or mode != "regional" or not plan.regions:
+            return None
+        judge = Judge(plan, graph, seen, self._policy.monitor)
+        better = judge.with_better_scales(near_alone=True)
+        if better is judge:
+            return None
+        before, after = RegionScales(plan, graph), RegionScales(better.plan, graph)
+        self._observed.shift_window(lambda t: after.carried(t) - before.carried(t))
+        return Turn(floors=self.floors, plan=better.plan, rescaled=judge.answered_by(better.plan))
 
     def window_over(self, plan: Plan | None) -> Turn | None:
         """Judge the window that is over; what follows has begun to count. None where nothing was observed in it."""

@@ -236,6 +236,15 @@ def test_gradients_of_another_size_get_another_scale(factor_log2: int) -> None:
         assert other.with_better_scales() is other
 
 
+@pytest.mark.parametrize("log2", [-30, -3, 0, 1, 17])
+def test_a_shifted_histogram_is_that_of_shifted_numbers(log2: int) -> None:
+    x = NORMAL.clone()
+    x[0], x[1, 1] = 0.0, torch.inf
+    shifted, made = seen(x)[0].shifted(log2), seen(x * 2.0**log2)[0]
+    assert np.array_equal(shifted.bins, made.bins) and np.array_equal(shifted.moments, made.moments)
+    assert (shifted.amax, shifted.nonfinite, shifted.elements) == (made.amax, made.nonfinite, made.elements)
+
+
 def test_where_no_scale_suits_the_format_has_to_go() -> None:
     graph, plan, y = region_of_one(0)
     wide = torch.where(torch.arange(64) % 2 == 0, NORMAL * 30000.0, NORMAL * 2.0**-60)
@@ -390,6 +399,22 @@ def grow(factors_log2: list[float], policy: autoprec.Policy) -> tuple[autoprec.S
         distance = sum(float((a - b).square().sum()) for a, b in zip(found, wanted, strict=True))
         errors.append(math.sqrt(distance / sum(float(b.square().sum()) for b in wanted)))
     return autoprec.session(model), errors, model
+
+
+def test_within_a_window_scales_follow_and_the_window_goes_on() -> None:
+    """Two octaves a window of eight steps, in one that nobody judges before its end: an octave before an overflow."""
+    policy = half(monitor={"window_steps": 40, "interval_steps": 2, "cooldown_windows": 2})
+    session, errors, _ = grow([0.0] * 3 + [k / 4.0 for k in range(60)], policy)
+    kinds = [e.kind for e in session.events]
+    assert not {"promoted", "bad_step"} & set(kinds) and max(errors) < 0.03
+    shifts = [e.step for e in session.events if e.kind == "rescaled"]
+    assert len(shifts) >= 4 and session._window_steps == 42  # windows of 40 from the plan on
+    window = session._observed.window
+    assert window is not None and window.steps == (session.steps - 42) // 2
+    region = session.plan.regions[0] if session.plan is not None else None
+    assert region is not None
+    seen_there = window.tensor_by_id[region.ops[0]].gradients
+    assert seen_there is not None and 2.0 <= math.ldexp(seen_there.amax, 0) <= 65504.0
 
 
 @pytest.mark.parametrize("direction", [1, -1])

@@ -90,12 +90,13 @@ class Judge:
         values = [v for v in found if v is not None and v.role == Role.OUTPUT]
         return (*values, *(v for v in reversed(found) if v is not None and v.role != Role.OUTPUT))
 
-    def with_better_scales(self) -> Judge:
+    def with_better_scales(self, *, near_alone: bool = False) -> Judge:
         """The same window, judged under the plan with new scales for the regions whose gradients have come near to
-        FP16's largest value, or are judged unstable in it; the judge itself where no other scale suits those."""
+        FP16's largest value, or (unless `near_alone`) are judged unstable in it; the judge itself where no other scale
+        suits those."""
         if not (self._gradients and self._regional and self.plan.regions):
             return self
-        concerned = {v.op for v in self._of_scales()}
+        concerned = {v.op for v in (self._near() if near_alone else self._of_scales())}
         ranges = gradient_ranges(self.window, self._ran)
 
         def wanted(region: Region) -> bool:
@@ -127,7 +128,9 @@ class Judge:
     def _of_scales(self) -> tuple[Verdict, ...]:
         """What another scale may be the answer to: verdicts on gradients in FP16, and gradients near to its largest
         number."""
-        unstable = tuple(v for v in self.verdicts() if v.format == "fp16" and v.role == Role.GRAD_INPUT)
+        return (*(v for v in self.verdicts() if v.format == "fp16" and v.role == Role.GRAD_INPUT), *self._near())
+
+    def _near(self) -> list[Verdict]:
         near = []
         for op in reversed(self.graph.ops):
             for read in self._reads(op):
@@ -135,7 +138,7 @@ class Judge:
                     nearness = 2.0 ** -self._room_log2(read)
                     told = f"gradient of {read.tensor}: amax is {nearness:.2g} of fp16's largest number"
                     near.append(Verdict(op=op.id, format="fp16", trigger="range", evidence=told, role=Role.GRAD_INPUT))
-        return (*unstable, *near)
+        return near
 
     def incidents(self) -> tuple[Verdict, ...]:
         """Ops whose result is zero throughout, which it was not in calibration, though something that they read is

@@ -344,8 +344,8 @@ def health(losses: tuple[Mean, ...]) -> list[str]:
 def narrowness(plan: Plan, how: str) -> list[str]:
     """A plan without narrow formats could not be disturbed."""
     used = set(plan.formats_used())
-    wanted = {"fp16", "bf16", "fp8_e4m3 storage"} if how == RULED else {"fp16", "fp8_e4m3 storage"}
-    missing = sorted(wanted - used)
+    wanted = [{"bf16"}, {"fp16"}] if how == RULED else [{"fp16", "bf16"}]
+    missing = [" or ".join(sorted(w)) for w in (*wanted, {"fp8_e4m3 storage"}) if not w & used]
     return [f"the plan has no {', '.join(missing)}: {formats_of(plan)}"] if missing else []
 
 
