@@ -36,7 +36,8 @@ class Stability:
     Attributes:
         floors: what is banned, since when and how often.
         trends: of the last windows.
-        gradients: (tensor, largest magnitude of its gradient), of the last window; scales of new plans are for these.
+        gradients: (tensor, largest magnitude of its gradient), of the last window that told; scales of new plans are
+            for these.
     """
 
     def __init__(self, policy: Policy, observed: Observations) -> None:
@@ -69,7 +70,7 @@ class Stability:
             return None
         limits, scales = self._policy.monitor, RegionScales(plan, graph)
         self.trends = self.trends.after(window, scales.carried)
-        self.gradients = tuple(gradient_ranges(window, scales).items())
+        self.gradients = tuple((dict(self.gradients) | gradient_ranges(window, scales)).items())
         mode = self._policy.loss_scaling.mode
         judge = Judge(
             plan,
@@ -99,7 +100,13 @@ class Stability:
         graph = self._observed.graph
         if graph is None or self._policy.loss_scaling.mode != "regional":
             return plan
-        return adapted(plan, before, graph, dict(self.gradients))
+        return adapted(plan, before, graph, self._known_gradients())
+
+    def _known_gradients(self) -> dict[str, float]:
+        """The newest of each: a sum that was made in FP32 in the last windows is known from before."""
+        profile = self._observed.profile
+        tensors = () if profile is None else profile.tensors
+        return {t.id: t.gradients.amax for t in tensors if t.gradients is not None} | dict(self.gradients)
 
     def summed(self, plan: Plan | None) -> frozenset[str]:
         """Parameters whose gradients are made in FP16: the monitor looks at those."""
@@ -121,6 +128,6 @@ class Stability:
         for region in plan.regions if graph is not None else ():
             if op in region.ops:
                 least = math.ldexp(FP16.max_value, -region.scale_log2)
-                known = dict(self.gradients)
+                known = self._known_gradients()
                 reached = {t: max(least, known.get(t, 0.0)) for t in scaled_tensors(region, plan, graph)}
-                self.gradients = tuple((known | reached).items())
+                self.gradients = tuple((dict(self.gradients) | reached).items())

@@ -49,7 +49,7 @@ class Run:
         events: everything that happened; `events_before`: lines that the file of events had before, and
             `events_written`: that the run has written.
         losses: of the window in progress, and the spread of the one before.
-        gradients: (tensor, largest magnitude of its gradient), of the window before.
+        gradients: (tensor, largest magnitude of its gradient), of the last window that told.
     """
 
     parameters: tuple[tuple[str, str], ...]

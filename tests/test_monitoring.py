@@ -16,7 +16,7 @@ from autoprec.errors import StateError
 from autoprec.floors import Ban, Floors, Trends, Verdict
 from autoprec.graphs import OpClass, OpGraph
 from autoprec.monitoring.judging import Judge
-from autoprec.monitoring.scaling import adapted
+from autoprec.monitoring.scaling import adapted, rescaled
 from autoprec.numerics.histograms import histogram, sample
 from autoprec.plans import Assignment, Plan, Region
 from autoprec.policies import Monitor
@@ -439,14 +439,35 @@ def test_a_jump_of_the_gradients_costs_a_step_and_the_rest_of_the_region_gets_a_
 
 
 def test_a_plan_that_is_made_again_keeps_the_scales_that_suit() -> None:
-    """So that no graph is compiled again for a scale."""
+    """Its own first, so that a plan that comes back is the same; then those that run; then the best."""
     graph, plan, y = region_of_one(10)
     again = replace(plan, regions=(replace(plan.regions[0], scale_log2=12),))
-    for amax, scale_log2 in ((1.0, 10), (30.0, 10), (40.0, 7), (0.6, 10), (0.3, 14), (0.0, 10)):
+    for amax, scale_log2 in (
+        (1.0, 12),
+        (7.9, 12),
+        (0.01, 12),
+        (10.0, 10),
+        (30.0, 10),
+        (40.0, 7),
+        (0.003, 21),
+        (0.0, 12),
+    ):
         found = adapted(again, plan, graph, {X: amax / 2.0, y: amax})
         assert found.regions[0].scale_log2 == scale_log2, amax
     other = replace(plan, regions=())
-    assert adapted(again, other, graph, {X: 1.0, y: 1.0}).regions[0].scale_log2 == 12  # nothing runs: the plan's own
+    assert adapted(again, other, graph, {X: 10.0, y: 10.0}).regions[0].scale_log2 == 9  # nothing runs: the best
+
+
+def test_a_sum_that_nobody_has_seen_gets_no_larger_scale() -> None:
+    """A weight's gradient that FP16 makes: while the product was in FP32, the monitor did not look at it."""
+    make = Maker(np.random.default_rng(0))
+    make.tensor(X, (64, 64))
+    graph = make.graph(make.linear(X, 64))
+    weight = f"param:{graph.ops[0].weights[0]}"
+    plan, small = plan_in(graph, "fp16", 10), {X: 1e-5, graph.ops[0].outputs[0]: 1e-5}
+    assert rescaled(plan, graph, small).regions[0].scale_log2 == 10
+    assert rescaled(plan, graph, {**small, weight: 1e-3}).regions[0].scale_log2 == 22
+    assert rescaled(plan, graph, {t: 100.0 for t in small}).regions[0].scale_log2 == 6
 
 
 def test_gradients_of_parameters_and_parameters_of_norms_are_not_judged() -> None:

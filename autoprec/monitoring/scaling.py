@@ -27,8 +27,9 @@ __all__ = [
 #: Octaves below FP16's largest value in which gradients get another scale; planning leaves three.
 LEAST_ROOM_LOG2 = 1.0
 
-#: Octaves that are no reason for another scale: of FP16's forty, 33 are left below the largest gradient.
-_MOST_ROOM_LOG2 = 7.0
+#: Octaves that are no reason for another scale: 18 of normal numbers are left below the largest gradient, and what is
+#: smaller has next to no energy. Where a tensor is otherwise, the judge says so.
+_MOST_ROOM_LOG2 = 12.0
 
 
 class RegionScales:
@@ -60,14 +61,19 @@ def scaled_tensors(region: Region, plan: Plan, graph: OpGraph) -> Iterator[str]:
     where FP16 sums them up."""
     for op in (graph.op_by_id[op] for op in region.ops if op in graph.op_by_id):
         yield from (t for t in (*op.inputs, *op.outputs) if not t.startswith(("param:", "buffer:")))
+    yield from _sums(region, plan, graph)
+
+
+def _sums(region: Region, plan: Plan, graph: OpGraph) -> Iterator[str]:
+    for op in (graph.op_by_id[op] for op in region.ops if op in graph.op_by_id):
         yield from summed_in_fp16(op, graph, plan.format_of)
 
 
 def rescaled(
     plan: Plan, graph: OpGraph, amax_of: Mapping[str, float], wanted: Callable[[Region], bool] = lambda _: True
 ) -> Plan:
-    """The plan with the scales of the `wanted` regions chosen for these gradients, by the same rule as when planning.
-    A region whose gradients nobody has seen keeps its own."""
+    """The plan with the scales of the `wanted` regions chosen for these gradients, by the same rule as when planning. A
+    region whose gradients nobody has seen keeps its own; one with a sum that nobody has seen gets no larger one."""
 
     def chosen(region: Region) -> Region:
         found = [(amax_of[t], t) for t in scaled_tensors(region, plan, graph) if amax_of.get(t, 0.0) > 0.0]
@@ -75,6 +81,8 @@ def rescaled(
             return region
         amax, where = max(found)
         scale = fp16_gradient_scale_log2(amax)
+        if any(t not in amax_of for t in _sums(region, plan, graph)):
+            scale = min(scale, region.scale_log2)
         if scale == region.scale_log2:
             return region
         reason = f"largest gradient {amax:.3g} (at {where}, in a window) times 2^{scale} is at most 65504/8"
@@ -85,21 +93,23 @@ def rescaled(
 
 
 def adapted(plan: Plan, before: Plan, graph: OpGraph, amax_of: Mapping[str, float]) -> Plan:
-    """A plan that was made from calibration, while another one runs: its regions keep the scales that their ops have
-    now, where those suit these gradients, so that what does not change need not be compiled again."""
+    """A plan that was made from calibration, while another one runs, with scales that suit these gradients: its own,
+    so that a plan that comes back is the same plan and need not be compiled again; else those that its ops have now;
+    else the best."""
     running = {op: r.scale_log2 for r in before.regions for op in r.ops}
-
-    def now(region: Region) -> Region:
-        scales = {running[op] for op in region.ops if op in running}
-        return replace(region, scale_log2=scales.pop(), reason="as it was") if len(scales) == 1 else region
 
     def suits(region: Region) -> bool:
         amax = max((amax_of.get(t, 0.0) for t in scaled_tensors(region, plan, graph)), default=0.0)
         room_log2 = math.log2(FP16.max_value / amax) - region.scale_log2 if amax > 0.0 else _MOST_ROOM_LOG2
         return LEAST_ROOM_LOG2 <= room_log2 <= _MOST_ROOM_LOG2
 
-    kept = replace(plan, regions=tuple(map(now, plan.regions)))
-    return rescaled(kept, graph, amax_of, lambda region: not suits(region))
+    def kept(region: Region) -> Region:
+        now = {running[op] for op in region.ops if op in running}
+        return region if suits(region) or len(now) != 1 else replace(region, scale_log2=now.pop(), reason="as it was")
+
+    return rescaled(
+        replace(plan, regions=tuple(map(kept, plan.regions))), graph, amax_of, lambda region: not suits(region)
+    )
 
 
 def summed_parameters(plan: Plan, graph: OpGraph) -> frozenset[str]:
