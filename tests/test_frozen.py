@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import autoprec
 from autoprec.errors import InputError, PlanError
+from autoprec.execution.attribution import Incident
 from autoprec.execution.measuring import peak_bytes
 from autoprec.graphs import Role
 from autoprec.numerics.frozen import NarrowParameter, narrow, widen
@@ -365,7 +366,9 @@ def test_a_promotion_leaves_it_where_it_lives() -> None:
     model, batches = made()
     compiled(model, batches, "bf16")
     session, living = autoprec.session(model), narrow_of(model)
-    session._stability.overflowed("head:linear#0", "bf16", (), {})
+    assert session.plan is not None
+    found = Incident(op="head:linear#0", trigger="overflow", evidence="test", cause="bf16", role="output")
+    session._stability.overflowed(found, session.plan, (), {})
     replan(session)
     assert narrow_of(model) == living and session.plan.living["param:head.weight"] == "bf16"
     loss_of(model, batches[0]).backward()
