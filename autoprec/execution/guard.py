@@ -89,8 +89,8 @@ class GradientWatch:
             torch.autograd.Variable._execution_engine.queue_callback(self.look)  # type: ignore[no-untyped-call]
 
     def look(self) -> None:
-        """At the gradients that have arrived and were not looked at yet. Together, because the code that looks is out of
-        the caches each time (docs/measurements/overhead.md); the latest first, which are in them still."""
+        """At the gradients that have arrived and were not looked at yet. Together, because the code that looks is out
+        of the caches each time (docs/measurements/overhead.md); the latest first, which are in them still."""
         pending, self._pending = self._pending, []
         elsewhere: list[tuple[str, Tensor]] = []
         for fqn, g in reversed(pending):
