@@ -14,10 +14,10 @@ from functools import cached_property
 
 from autoprec.checks import check_amount, check_text, check_unique
 from autoprec.errors import StateError
-from autoprec.plans import Plan
+from autoprec.plans import Plan, Region
 from autoprec.profiles import Profile
 
-__all__ = ["Ban", "Floors", "Trends", "Turn", "Verdict"]
+__all__ = ["Ban", "Floors", "Rescaled", "Trends", "Turn", "Verdict"]
 
 #: Doublings of the windows that an op must be well for, at most.
 _MOST_DOUBLINGS = 8
@@ -77,15 +77,24 @@ class Ban:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rescaled:
+    """An FP16 region that gets another gradient scale, and the first verdict on its gradients that this answers."""
+
+    verdict: Verdict
+    was: Region
+    now: Region
+
+
+@dataclass(frozen=True, kw_only=True)
 class Turn:
     """What a window changes: formats that are banned, with the verdicts, bans that are lifted, and the plan, if some of
-    its FP16 regions get other scales, with the verdicts that this answers. And what is told of it: incidents that no
+    its FP16 regions get other scales, with why. And what is told of it: incidents that no
     format is to blame for, and figures of ops near a limit, as fields of events."""
 
     floors: Floors
     banned: tuple[Verdict, ...] = ()
     lifted: tuple[Ban, ...] = ()
-    rescaled: tuple[Verdict, ...] = ()
+    rescaled: tuple[Rescaled, ...] = ()
     plan: Plan | None = None
     incidents: tuple[Verdict, ...] = ()
     figures: tuple[dict[str, str], ...] = ()

@@ -354,7 +354,7 @@ class Event:
             "frozen", "unwrapped".
         op: the op concerned, or "".
         role: the role of it that showed it, or "".
-        was, now: formats before and after, or "".
+        was, now: formats before and after, or ""; of "rescaled" the gradient scales.
         trigger: "overflow", "saturation", "nonfinite", ...
         evidence: one sentence with the measured figures.
     """

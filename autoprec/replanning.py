@@ -12,7 +12,6 @@ from autoprec.errors import InputError
 from autoprec.execution.replay import CallRecord
 from autoprec.execution.tournament import Tournament
 from autoprec.floors import Turn
-from autoprec.graphs import Role
 from autoprec.plans import Plan
 from autoprec.profiles import Profile
 
@@ -164,8 +163,10 @@ def _follow_gradients(session: Session, seen: Profile) -> None:
 
 def _tell_scales(session: Session, turn: Turn) -> None:
     for r in turn.rescaled:
-        told = {"op": r.op, "role": Role.GRAD_INPUT, "was": "fp16", "now": "fp16", "trigger": r.trigger}
-        session._event("rescaled", **told, evidence=r.evidence)
+        told = {"op": r.verdict.op, "role": r.verdict.role, "trigger": r.verdict.trigger}
+        change = {"was": f"2^{r.was.scale_log2}", "now": f"2^{r.now.scale_log2}"}
+        evidence = f"{r.verdict.evidence}; the region of {len(r.was.ops)} ops: {r.now.reason}"
+        session._event("rescaled", **told, **change, evidence=evidence)
 
 
 def replan(session: Session) -> None:

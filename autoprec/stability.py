@@ -52,16 +52,15 @@ class Stability:
     def step_over(self, plan: Plan, seen: Profile) -> Turn | None:
         """An observed step is over: whether its gradients have come near to FP16's largest value in a region. That is
         not left to the end of the window, because the next octave is an overflow."""
-        graph, mode = self._observed.graph, self._policy.loss_scaling.mode
-        if graph is None or mode != "regional" or not plan.regions:
+        if (graph := self._observed.graph) is None:
             return None
-        judge = Judge(plan, graph, seen, self._policy.monitor)
-        better = judge.with_better_scales(near_alone=True)
-        if better is judge:
+        judge = Judge(plan, graph, seen, self._policy.monitor, scaling=self._policy.loss_scaling.mode)
+        better, changes = judge.with_better_scales(near_alone=True)
+        if not changes:
             return None
         before, after = RegionScales(plan, graph), RegionScales(better.plan, graph)
         self._observed.shift_window(lambda t: after.carried(t) - before.carried(t))
-        return Turn(floors=self.floors, plan=better.plan, rescaled=judge.answered_by(better.plan))
+        return Turn(floors=self.floors, plan=better.plan, rescaled=changes)
 
     def window_over(self, plan: Plan | None) -> Turn | None:
         """Judge the window that is over; what follows has begun to count. None where nothing was observed in it."""
@@ -71,21 +70,11 @@ class Stability:
         limits, scales = self._policy.monitor, RegionScales(plan, graph)
         self.trends = self.trends.after(window, scales.carried)
         self.gradients = tuple((dict(self.gradients) | gradient_ranges(window, scales)).items())
-        mode = self._policy.loss_scaling.mode
-        judge = Judge(
-            plan,
-            graph,
-            window,
-            limits,
-            before=self._observed.profile,
-            trends=self.trends,
-            gradients=mode != "global",
-            regional=mode == "regional",
-        )
-        better = judge.with_better_scales()
+        scaling, before = self._policy.loss_scaling.mode, self._observed.profile
+        judge = Judge(plan, graph, window, limits, before=before, trends=self.trends, scaling=scaling)
+        better, changes = judge.with_better_scales()
         turn = self.floors.after(better.verdicts(), better.is_well, limits.cooldown_windows)
-        if better is not judge:
-            turn = replace(turn, plan=better.plan, rescaled=judge.answered_by(better.plan))
+        turn = replace(turn, plan=better.plan if changes else None, rescaled=changes)
         turn = replace(turn, incidents=judge.incidents(), figures=judge.figures())
         self.floors = turn.floors
         if turn.banned:

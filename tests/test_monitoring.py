@@ -209,7 +209,7 @@ def test_gradients_inside_of_a_region_carry_its_scale_and_calibrations_do_not() 
     assert judge.is_well(graph.ops[1].id, "fp16")  # although what it sends is 2^12 times as large as in calibration
     lost = replace(window, tensors=tuple(replace(t, gradients=seen(small * 2.0**-8)[0]) for t in window.tensors))
     assert {v.trigger for v in Judge(plan, graph, lost, LIMITS, before=before).verdicts()} == {"underflow"}
-    assert Judge(plan, graph, lost, LIMITS, before=before, gradients=False).verdicts() == ()
+    assert Judge(plan, graph, lost, LIMITS, before=before, scaling="global").verdicts() == ()
 
 
 @pytest.mark.parametrize("factor_log2", [-40, -28, 3, 4, 12])
@@ -224,16 +224,17 @@ def test_gradients_of_another_size_get_another_scale(factor_log2: int) -> None:
 
     plain = (TensorProfile(id=t, values=seen(NORMAL)[0], gradients=seen(NORMAL)[0]) for t in own)
     before = Profile(graph_fingerprint="", steps=1, tensors=tuple(plain))
-    assert Judge(plan, graph, of(1.0), LIMITS, before=before).with_better_scales().plan is plan
+    assert Judge(plan, graph, of(1.0), LIMITS, before=before).with_better_scales()[0].plan is plan
     judge = Judge(plan, graph, of(2.0**factor_log2), LIMITS, before=before)
-    better = judge.with_better_scales()
+    better, (change,) = judge.with_better_scales()
+    assert (change.was.scale_log2, change.now.scale_log2) == (10, 10 - factor_log2) and change.verdict.evidence
     assert better.plan.regions[0].scale_log2 == 10 - factor_log2 and better.verdicts() == ()
     assert better.plan.assignments == plan.assignments
     if factor_log2 != 3:
         assert judge.verdicts() != ()
-    for fixed in ({"regional": False}, {"gradients": False}):
-        other = Judge(plan, graph, of(2.0**factor_log2), LIMITS, before=before, **fixed)
-        assert other.with_better_scales() is other
+    for scaling in ("none", "global"):
+        other = Judge(plan, graph, of(2.0**factor_log2), LIMITS, before=before, scaling=scaling)
+        assert other.with_better_scales() == (other, ())
 
 
 @pytest.mark.parametrize("log2", [-30, -3, 0, 1, 17])
@@ -274,7 +275,7 @@ def test_where_no_scale_suits_the_format_has_to_go() -> None:
     graph, plan, y = region_of_one(0)
     wide = torch.where(torch.arange(64) % 2 == 0, NORMAL * 30000.0, NORMAL * 2.0**-60)
     tensors = tuple(TensorProfile(id=t, values=seen(NORMAL)[0], gradients=seen(wide)[0]) for t in (X, y))
-    better = Judge(plan, graph, Profile(graph_fingerprint="", steps=1, tensors=tensors), LIMITS).with_better_scales()
+    better = Judge(plan, graph, Profile(graph_fingerprint="", steps=1, tensors=tensors), LIMITS).with_better_scales()[0]
     assert better.plan is not plan and {v.trigger for v in better.verdicts()} == {"underflow"}
 
 
@@ -451,7 +452,14 @@ def test_a_run_whose_gradients_change_by_thousands_keeps_fp16(direction: int) ->
     assert "rescaled" in kinds and not {"promoted", "bad_step", "demoted"} & set(kinds)
     assert session.plan is not None and "fp16" in session.plan.formats_used()
     shifts = [e for e in session.events if e.kind == "rescaled"]
-    assert all(e.op and "scale 2^" in e.evidence and e.trigger in ("range", "growth", "noise") for e in shifts)
+    assert all(
+        e.op
+        and e.was.startswith("2^")
+        and e.was != e.now
+        and "in a window" in e.evidence
+        and e.trigger in ("range", "growth", "noise")
+        for e in shifts
+    )
     assert max(errors) < 0.03
 
 

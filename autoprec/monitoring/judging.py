@@ -6,12 +6,12 @@ Judged before the cast where a wider tensor is read in a narrow format, and on t
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
-from autoprec.floors import Trends, Verdict
+from autoprec.floors import Rescaled, Trends, Verdict
 from autoprec.formats import FP32, Format, format_named
 from autoprec.graphs import Op, OpClass, OpGraph, Role
 from autoprec.monitoring.scaling import LEAST_ROOM_LOG2, RegionScales, gradient_ranges, rescaled
@@ -53,10 +53,9 @@ class _Read(NamedTuple):
 
 
 class Judge:
-    """A window, under the plan that ran. `before`: what calibration recorded. `gradients`: whether they are judged;
-    where one scale for the loss grows until it overflows, they are not. `regional`: whether a new plan chooses scales
-    for its FP16 regions. `observed`: the plan under which the window was observed, if that is another one: with other
-    scales."""
+    """A window, under the plan that ran. `before`: what calibration recorded. `scaling`: the policy's mode of loss
+    scaling. Where it is "global", gradients are not judged, because that scale grows until it overflows; where it is
+    "regional", plans choose the scales of their FP16 regions."""
 
     def __init__(
         self,
@@ -67,15 +66,11 @@ class Judge:
         *,
         before: Profile | None = None,
         trends: Trends | None = None,
-        gradients: bool = True,
-        regional: bool = True,
-        observed: Plan | None = None,
+        scaling: str = "regional",
     ) -> None:
         self.plan, self.graph, self.window, self.limits = plan, graph, window, limits
-        self._before, self._trends = before, trends or Trends()
-        self._gradients, self._regional = gradients, regional
-        self._observed_under = plan if observed is None else observed
-        self._scales, self._ran = RegionScales(plan, graph), RegionScales(self._observed_under, graph)
+        self._before, self._trends, self._scaling = before, trends or Trends(), scaling
+        self._scales = self._ran = RegionScales(plan, graph)
         self._specs = graph.tensor_by_id
 
     def verdicts(self) -> tuple[Verdict, ...]:
@@ -90,55 +85,35 @@ class Judge:
         values = [v for v in found if v is not None and v.role == Role.OUTPUT]
         return (*values, *(v for v in reversed(found) if v is not None and v.role != Role.OUTPUT))
 
-    def with_better_scales(self, *, near_alone: bool = False) -> Judge:
+    def with_better_scales(self, *, near_alone: bool = False) -> tuple[Judge, tuple[Rescaled, ...]]:
         """The same window, judged under the plan with new scales for the regions whose gradients have come near to
-        FP16's largest value, or (unless `near_alone`) are judged unstable in it; the judge itself where no other scale
-        suits those."""
-        if not (self._gradients and self._regional and self.plan.regions):
-            return self
-        concerned = {v.op for v in (self._near() if near_alone else self._of_scales())}
+        FP16's largest value, or (unless `near_alone`) are judged unstable in it; and what that changes. The judge
+        itself where no other scale suits them."""
+        if self._scaling != "regional" or not self.plan.regions:
+            return self, ()
+        unstable = () if near_alone else (v for v in self.verdicts() if v.format == "fp16" and v.role != Role.OUTPUT)
+        asked = [*unstable, *self._near()]
+
+        def first(region: Region) -> Verdict | None:
+            return next((v for v in asked if v.op in region.ops), None)
+
         ranges = gradient_ranges(self.window, self._ran)
-
-        def wanted(region: Region) -> bool:
-            return not concerned.isdisjoint(region.ops)
-
-        plan = rescaled(self.plan, self.graph, ranges, wanted)
+        plan = rescaled(self.plan, self.graph, ranges, lambda region: first(region) is not None)
         if plan is self.plan:
-            return self
-        return Judge(
-            plan,
-            self.graph,
-            self.window,
-            self.limits,
-            before=self._before,
-            trends=self._trends,
-            observed=self._observed_under,
-        )
+            return self, ()
+        better = copy.copy(self)
+        better.plan, better._scales = plan, RegionScales(plan, self.graph)
+        pairs = ((first(was), was, now) for was, now in zip(self.plan.regions, plan.regions, strict=True) if was != now)
+        return better, tuple(Rescaled(verdict=v, was=was, now=now) for v, was, now in pairs if v is not None)
 
-    def answered_by(self, plan: Plan) -> tuple[Verdict, ...]:
-        """For each region that has another scale in the plan, the first verdict about it, and what is done."""
-        found = []
-        for was, now in zip(self.plan.regions, plan.regions, strict=True):
-            about = next((v for v in self._of_scales() if v.op in was.ops), None)
-            if was.scale_log2 != now.scale_log2 and about is not None:
-                change = f"gradients of {len(was.ops)} ops: scale 2^{was.scale_log2} → 2^{now.scale_log2}; {now.reason}"
-                found.append(replace(about, evidence=f"{about.evidence}; {change}"))
-        return tuple(found)
-
-    def _of_scales(self) -> tuple[Verdict, ...]:
-        """What another scale may be the answer to: verdicts on gradients in FP16, and gradients near to its largest
-        number."""
-        return (*(v for v in self.verdicts() if v.format == "fp16" and v.role == Role.GRAD_INPUT), *self._near())
-
-    def _near(self) -> list[Verdict]:
-        near = []
+    def _near(self) -> Iterator[Verdict]:
+        """Gradients that are within an octave of FP16's largest number, in the order in which they arrive."""
         for op in reversed(self.graph.ops):
             for read in self._reads(op):
                 if read.what == "gradient" and read.format == "fp16" and self._room_log2(read) < LEAST_ROOM_LOG2:
                     nearness = 2.0 ** -self._room_log2(read)
                     told = f"gradient of {read.tensor}: amax is {nearness:.2g} of fp16's largest number"
-                    near.append(Verdict(op=op.id, format="fp16", trigger="range", evidence=told, role=Role.GRAD_INPUT))
-        return near
+                    yield Verdict(op=op.id, format="fp16", trigger="range", evidence=told, role=Role.GRAD_INPUT)
 
     def incidents(self) -> tuple[Verdict, ...]:
         """Ops whose result is zero throughout, which it was not in calibration, though something that they read is
@@ -249,7 +224,7 @@ class Judge:
             is_parameter = t.startswith("param:")
             if op.op_class is OpClass.GEMM or not is_parameter:  # norms and lookups have their parameters in FP32
                 yield _Read(t, "value", forward)
-            if not self._gradients or self.window.tensor_by_id[t].gradients is None:
+            if self._scaling == "global" or self.window.tensor_by_id[t].gradients is None:
                 continue
             carried = self._ran.carried(t)
             # Most gradients of parameters are made with FP32 sums, without the region's scale.
@@ -272,11 +247,11 @@ class Judge:
             return True
         if found.values.amax > math.ldexp(fmt.max_value, -_HEADROOM_LOG2):
             return False
-        if found.gradients is None or not self._gradients:
+        if found.gradients is None or self._scaling == "global":
             return True
         carried = self._ran.carried(t)
         amax = math.ldexp(found.gradients.amax, -carried)
-        scale = fp16_gradient_scale_log2(amax) if self._regional else 0
+        scale = fp16_gradient_scale_log2(amax) if self._scaling == "regional" else 0
         read = _Read(t, "gradient", fmt.name, scale - carried, carried)
         lost = (test(read, fmt, found.gradients, 0.5) for test in (self._underflow, self._noise))
         return amax <= math.ldexp(fmt.max_value, -scale - _HEADROOM_LOG2) and not any(lost)
