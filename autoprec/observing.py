@@ -35,7 +35,6 @@ class Observations:
         profile: what calibration recorded so far; None before the first observed step.
         steps: optimizer steps in it (`profile.steps` counts backward passes).
         window: of the window in progress; None before its first observed step.
-        latest: of the step that is over, if it was one of a window; None once it was taken.
         learned: (number of the window, value ranges) that count when planning, beside the profile.
         foreseen: whether the structure of a graph was foreseen, because calibration runs under a provisional plan.
     """
@@ -49,7 +48,6 @@ class Observations:
         self.foreseen = False
         self._expected: StructureRecorder | None = None
         self.window: Profile | None = None
-        self.latest: Profile | None = None
         self.learned: tuple[tuple[int, Profile], ...] = ()
         self._observer: StepObserver | None = None
         self._structure: StructureRecorder | None = None
@@ -118,11 +116,12 @@ class Observations:
             self._observer.harvest()
         self._observer = self._structure = None
 
-    def keep(self, *, calibrating: bool) -> None:
-        """The step in progress was good: add it to the profile, or to the window."""
+    def keep(self, *, calibrating: bool) -> Profile | None:
+        """The step in progress was good: add it to the profile, or to the window. Returns what it showed, if it was
+        observed."""
         observer, self._observer = self._observer, None
         if observer is None:
-            return
+            return None
         if self._structure is not None:
             self._learn_structure(self._structure)
         assert self.graph is not None
@@ -131,8 +130,8 @@ class Observations:
             self.profile = seen if self.profile is None else self.profile.merge(seen)
             self.steps += 1
         else:
-            self.latest = seen
             self.window = seen if self.window is None else self.window.merge(seen)
+        return seen
 
     def _learn_structure(self, structure: StructureRecorder) -> None:
         seen = self._describe(structure)
@@ -146,11 +145,6 @@ class Observations:
         """The window, which begins anew."""
         window, self.window = self.window, None
         return window
-
-    def take_latest(self) -> Profile | None:
-        """What the step that is over showed a window."""
-        latest, self.latest = self.latest, None
-        return latest
 
     def shift_window(self, log2_of: Callable[[str], int]) -> None:
         """Gradients of these tensors carry another factor from now on: as if they had had it all the window."""

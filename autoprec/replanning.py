@@ -24,13 +24,13 @@ __all__ = ["Replanning"]
 class Replanning:
     """What a session has for plans. Every change is at a step boundary."""
 
-    def plan_or_judge(self: Session) -> None:  # type: ignore[misc]
-        """At the end of a good step: is calibration over, is a window over, is something due?"""
+    def plan_or_judge(self: Session, seen: Profile | None) -> None:  # type: ignore[misc]
+        """At the end of a good step: is calibration over, is a window over, is something due? `seen`: what the step
+        showed, if it was observed."""
         if self.calibrating:
             if self._observed.steps >= self.policy.calibration.steps:
                 _plan_in_the_loop(self)
             return
-        seen = self._observed.take_latest()
         if self.steps - self._window_steps >= self.policy.monitor.window_steps:
             _judge_window(self)
         elif seen is not None and self.plan is not None:

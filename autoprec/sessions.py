@@ -340,8 +340,7 @@ class Session(Replanning, Resumable):
             self.steps += 1
             self._bad_in_row = 0
             self._losses.keep(self.steps)
-            self._observed.keep(calibrating=self.calibrating)
-            self.plan_or_judge()
+            self.plan_or_judge(self._observed.keep(calibrating=self.calibrating))
         if self.plan is None or self.plan.budget_bytes is None or bad:
             self._calls.clear()  # under a budget the step stays until the next begins: to measure a plan by
         if self._bad_in_row >= self.policy.guard.patience_steps:

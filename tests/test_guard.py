@@ -230,10 +230,21 @@ def test_an_overflow_of_fp16_is_caught_named_and_promoted() -> None:
     assert [autoprec.serial.event_from_json_line(line) for line in lines if '"promoted"' in line] == promoted
 
 
-@pytest.mark.parametrize("bad", [False, True])
-def test_elsewhere_the_host_waits_once_a_step(monkeypatch: pytest.MonkeyPatch, bad: bool) -> None:
-    """What a GPU does, on a CPU: gradients leave flags, which are read once, before the update."""
-    monkeypatch.setattr(Tensor, "is_cpu", False)
+@pytest.mark.parametrize(
+    ("factor", "optimizer_class", "bad"),
+    [
+        (1.0, torch.optim.AdamW, False),
+        (1e12, torch.optim.AdamW, True),
+        (1e12, torch.optim.SGD, False),
+        (1e38, torch.optim.SGD, True),
+    ],
+)
+def test_elsewhere_the_host_waits_once_a_step(
+    monkeypatch: pytest.MonkeyPatch, factor: float, optimizer_class: type[torch.optim.Optimizer], bad: bool
+) -> None:
+    """What a GPU does, on a CPU: gradients leave norms, which are read once, before the update. Of 1e24 they are
+    finite, and AdamW could not square them."""
+    monkeypatch.setattr(Tensor, "is_cpu", property(lambda self: False))
     reads: list[str] = []
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu"):
         method = getattr(Tensor, name)
@@ -241,18 +252,16 @@ def test_elsewhere_the_host_waits_once_a_step(monkeypatch: pytest.MonkeyPatch, b
     model = autoprec.compile(
         nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)), policy="observe", events=None
     )
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    optimizer = optimizer_class(model.parameters(), foreach=True)  # type: ignore[call-arg]
     session, counts = autoprec.session(model), []
-    while session.plan is None or session.steps < 12:
+    for step in range(12):
         reads.clear()
         optimizer.zero_grad()
-        (model(torch.randn(8, 16)) * (1e38 if bad and session.steps == 11 else 1.0)).square().sum().backward()
+        (model(torch.randn(8, 16)) * (factor if step == 11 else 1.0)).square().sum().backward()
         during = list(reads)
         optimizer.step()
         counts.append((during, reads[len(during) :].count("tolist")))
-        if session.skipped_steps:
-            break
-    assert counts[-1] == ([], 1) and session.skipped_steps == int(bad)
+    assert session.plan is not None and counts[-1] == ([], 1) and session.skipped_steps == int(bad)
 
 
 def hundreds() -> nn.Sequential:
@@ -334,3 +343,29 @@ def test_a_backward_pass_that_dies_leaves_nothing_behind() -> None:
                     p.grad.nan_to_num_(0.0, 0.0, 0.0)
             optimizer.step()
         assert session.skipped_steps == bool(kept) and all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_buffers_of_a_module_that_came_later_are_guarded() -> None:
+    """The tree of modules is known from step to step, until it changes."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 1)
+            self.norm: nn.Module = nn.BatchNorm1d(16, affine=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.norm(self.up(x)))
+
+    model = autoprec.compile(Net(), policy="observe", events=None)
+    session, optimizer = autoprec.session(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(8):
+        if step == 5:
+            model.norm = nn.BatchNorm1d(16, affine=False)
+        before = {name: b.clone() for name, b in model.named_buffers()}
+        optimizer.zero_grad()
+        x = torch.randn(8, 16)
+        model(x * torch.nan if step == 7 else x).sum().backward()
+        optimizer.step()
+    assert session.skipped_steps == 1 and before["norm.num_batches_tracked"] == 2
+    assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())

@@ -258,7 +258,7 @@ def test_ranges_are_counted_together_as_each_alone(monkeypatch: pytest.MonkeyPat
     weighted = [histogram(s := sample(x, 4096), torch.ones_like(s.magnitudes)) for x in given]
     waits: list[str] = []
     if not on_cpu:
-        monkeypatch.setattr(Tensor, "is_cpu", False)
+        monkeypatch.setattr(Tensor, "is_cpu", property(lambda self: False))
         for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu"):
             method = getattr(Tensor, name)
             monkeypatch.setattr(Tensor, name, lambda self, *a, _n=name, _m=method: (waits.append(_n), _m(self, *a))[1])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,8 +37,8 @@ class GradientWatch:
         fresh: FQNs of the parameters that received a gradient since the last `clear`.
         bad: FQNs of those among them that were non-finite (known at the end of the backward pass on a CPU; after
             `verdict` elsewhere).
-        large: FQNs of those that were finite, and so large that FP32 does not hold their squares: second moments of an
-            optimizer would be infinite.
+        large: FQNs of those that were finite, and so large that FP32 does not hold the sum of their squares: second
+            moments of an optimizer would be infinite.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -47,7 +47,7 @@ class GradientWatch:
         self.large: set[str] = set()
         self._pending: list[tuple[str, Tensor]] = []
         self._task = -1
-        self._amax: dict[str, Tensor] = {}
+        self._norms: list[tuple[str, list[Tensor]]] = []
         self._judged: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._unwatched = dict(parameters)
@@ -102,19 +102,21 @@ class GradientWatch:
             elif not math.isfinite(float(torch.linalg.vector_norm(values))):
                 (self.large if bool(values.isfinite().all()) else self.bad).add(fqn)
         if elsewhere:
-            found = torch._foreach_norm([values for _, values in elsewhere], ord=math.inf)
-            for (fqn, _), amax in zip(elsewhere, found, strict=True):
-                before = self._amax.get(fqn)
-                self._amax[fqn] = amax if before is None else torch.maximum(before, amax)
+            grads = [values for _, values in elsewhere]
+            largest, norms = torch._foreach_norm(grads, ord=math.inf), torch._foreach_norm(grads)
+            for (fqn, _), *found in zip(elsewhere, largest, norms, strict=True):
+                self._norms.append((fqn, found))
 
     def verdict(self) -> bool:
         """True if every gradient since `clear` was finite. Waits for the device once."""
         self.look()
-        if self._amax:
-            for name, amax in zip(self._amax, torch.stack(_alike(self._amax.values())).tolist(), strict=True):
-                if not amax <= _LARGE:
-                    (self.large if math.isfinite(amax) else self.bad).add(name)
-            self._amax.clear()
+        if self._norms:
+            device = self._norms[0][1][0].device
+            read = torch.stack([n.to(device, torch.float32) for _, found in self._norms for n in found]).tolist()
+            for (name, _), largest, norm in zip(self._norms, read[::2], read[1::2], strict=True):
+                if not math.isfinite(norm):
+                    (self.large if math.isfinite(largest) else self.bad).add(name)
+            self._norms = []
         return not self.bad
 
     def largest(self) -> dict[str, float]:
@@ -144,7 +146,7 @@ class GradientWatch:
         self.bad.clear()
         self.large.clear()
         self._pending = []
-        self._amax.clear()
+        self._norms = []
         self._judged.clear()
 
     def remove(self) -> None:
@@ -154,9 +156,6 @@ class GradientWatch:
         self._handles.clear()
         self._unwatched = dict(self._parameters)
 
-
-#: The square of more is beyond FP32.
-_LARGE = math.sqrt(torch.finfo(torch.float32).max)
 
 #: Elements up to which a norm costs as much as a sum on a CPU; of a million it costs twice as much or more.
 _SHORT = 1 << 12
@@ -177,12 +176,6 @@ def _values(g: Tensor) -> Tensor:
     """The numbers of a gradient."""
     values = g.coalesce().values() if g.is_sparse else g
     return torch.view_as_real(values) if values.is_complex() else values
-
-
-def _alike(norms: Iterable[Tensor]) -> list[Tensor]:
-    """In FP32, on one device."""
-    found = [n.float() for n in norms]
-    return [n.to(found[0].device) for n in found]
 
 
 class PutAside:

@@ -77,18 +77,9 @@ def thinned(taken: Sample, x: Tensor, limit: int) -> Sample:
 
 def sample(x: Tensor, limit: int = SAMPLE_LIMIT) -> Sample:
     """Sample |x| for later weighting; the amax and the count of non-finite elements are of all of x."""
-    flat = x.detach().reshape(-1)
-    stride = stride_for(x.shape, limit)
-    if flat.numel() == 0:
-        return Sample(flat.float(), 1, 0, 0.0, 0.0)
-    amax = float(amax_of(flat))
-    nonfinite = 0.0
-    if not math.isfinite(amax):
-        finite = flat.isfinite()
-        nonfinite = float(flat.numel() - int(finite.sum()))
-        kept = flat[finite]
-        amax = float(kept.abs().max()) if kept.numel() else 0.0
-    return Sample(flat[::stride].float().abs(), stride, flat.numel(), amax, nonfinite)
+    found = reading(x, limit)
+    amax, nonfinite = found.extremes.tolist() if isinstance(found.extremes, Tensor) else found.extremes
+    return Sample(found.magnitudes, stride_for(x.shape, limit), found.numel, amax, nonfinite)
 
 
 def reading(x: Tensor, limit: int = SAMPLE_LIMIT) -> Reading:
