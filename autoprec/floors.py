@@ -88,8 +88,8 @@ class Rescaled:
 @dataclass(frozen=True, kw_only=True)
 class Turn:
     """What a window changes: formats that are banned, with the verdicts, bans that are lifted, and the plan, if some of
-    its FP16 regions get other scales, with why. And what is told of it: incidents that no
-    format is to blame for, and figures of ops near a limit, as fields of events."""
+    its FP16 regions get other scales, with why. And what is told of it: incidents that no format is to blame for, and
+    figures of ops near a limit, as fields of events."""
 
     floors: Floors
     banned: tuple[Verdict, ...] = ()

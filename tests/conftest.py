@@ -14,7 +14,10 @@ settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Workers share the cores: one thread each, also in the processes that tests start."""
+    """Workers share the cores: one thread each, also in the processes that tests start. They take files in the order
+    of `pytest_collection_modifyitems`, not those with the most tests first."""
+    if hasattr(config.option, "loadscopereorder"):  # not without pytest-xdist
+        config.option.loadscopereorder = False
     if hasattr(config, "workerinput"):
         os.environ["OMP_NUM_THREADS"] = "1"
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from typer.testing import CliRunner
 
 import autoprec
@@ -19,6 +18,7 @@ from autoprec.errors import InputError
 from autoprec.plans import Event
 from autoprec.reporting.curves import Curves
 from autoprec.serial import event_from_json_line
+from tests.windows import half, layers
 
 
 @pytest.fixture(scope="module")
@@ -27,16 +27,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)
     torch._dynamo.reset()
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
-    policy = autoprec.Policy(
-        name="half",
-        formats=("fp32", "fp16"),
-        objective="bytes",
-        storage={"formats": ()},
-        calibration={"steps": 2},
-        monitor={"window_steps": 4, "interval_steps": 1, "cooldown_windows": 2},
-    )
-    autoprec.compile(model, policy=policy, events=folder / "autoprec_events.jsonl")
+    model = layers()
+    autoprec.compile(model, policy=half(), events=folder / "autoprec_events.jsonl")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     for size in (*[1.0] * 12, *[3e5] * 8, *[1.0] * 40):
         optimizer.zero_grad()

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 import autoprec
 import autoprec.serial
+from autoprec.execution.guard import GradientWatch
 from tests.models import ConvNet
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
@@ -308,9 +309,12 @@ def test_whoever_comes_after_the_gradient_cannot_hide_it(at: str, how: str) -> N
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_a_backward_pass_that_dies_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_backward_pass_that_dies_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, elsewhere: bool) -> None:
     """Its gradients are judged, if the user goes on with them, or adds to them and clips; and not, if they are thrown
     away."""
+    if elsewhere:
+        monkeypatch.setattr(Tensor, "is_cpu", property(lambda self: False))
     for kept in ("all", "and more", ""):
         torch.manual_seed(0)
         model = autoprec.compile(hundreds(), policy="observe", events=None)
@@ -369,3 +373,29 @@ def test_buffers_of_a_module_that_came_later_are_guarded() -> None:
         optimizer.step()
     assert session.skipped_steps == 1 and before["norm.num_batches_tracked"] == 2
     assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "size", "told"),
+    [
+        (torch.float16, 100.0, ""),  # the norm of 2^20 of them is beyond FP16
+        (torch.bfloat16, 100.0, ""),
+        (torch.float32, 1e20, "large"),
+        (torch.float64, 1e40, ""),
+        (torch.float64, 1e200, "large"),
+        (torch.float16, torch.inf, "bad"),
+        (torch.float64, torch.nan, "bad"),
+    ],
+)
+def test_gradients_are_judged_in_their_own_range(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, size: float, told: str, elsewhere: bool
+) -> None:
+    """Sums of squares in FP32, or in FP64 where the gradients are."""
+    p = nn.Parameter(torch.zeros(1 << 20, dtype=dtype))
+    if elsewhere:
+        monkeypatch.setattr(Tensor, "is_cpu", property(lambda self: False))
+    watch = GradientWatch({"p": p})
+    (p * torch.full_like(p, size)).backward(torch.ones_like(p))
+    assert watch.verdict() == (told != "bad")
+    assert (watch.bad, watch.large) == ({"p"} if told == "bad" else set(), {"p"} if told == "large" else set())

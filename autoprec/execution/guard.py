@@ -37,8 +37,8 @@ class GradientWatch:
         fresh: FQNs of the parameters that received a gradient since the last `clear`.
         bad: FQNs of those among them that were non-finite (known at the end of the backward pass on a CPU; after
             `verdict` elsewhere).
-        large: FQNs of those that were finite, and so large that FP32 does not hold the sum of their squares: second
-            moments of an optimizer would be infinite.
+        large: FQNs of those that were finite, and so large that FP32 (of FP64 gradients, FP64) does not hold the sum
+            of their squares: second moments of an optimizer would be infinite.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -47,7 +47,7 @@ class GradientWatch:
         self.large: set[str] = set()
         self._pending: list[tuple[str, Tensor]] = []
         self._task = -1
-        self._norms: list[tuple[str, list[Tensor]]] = []
+        self._norms: list[tuple[str, tuple[Tensor, Tensor]]] = []
         self._judged: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._unwatched = dict(parameters)
@@ -92,27 +92,28 @@ class GradientWatch:
         """At the gradients that have arrived and were not looked at yet. Together, because the code that looks is out
         of the caches each time (docs/measurements/overhead.md); the latest first, which are in them still."""
         pending, self._pending = self._pending, []
-        elsewhere: list[tuple[str, Tensor]] = []
+        elsewhere: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
         for fqn, g in reversed(pending):
             if g.is_cpu and g.layout is torch.strided and _is_fine(g):
                 continue
             values = _values(g)
             if values.numel() and not values.is_cpu:
-                elsewhere.append((fqn, values))
-            elif not math.isfinite(float(torch.linalg.vector_norm(values))):
+                elsewhere.setdefault(_summed_in(values), []).append((fqn, values))
+            elif not math.isfinite(float(torch.linalg.vector_norm(values, dtype=_summed_in(values)))):
                 (self.large if bool(values.isfinite().all()) else self.bad).add(fqn)
-        if elsewhere:
-            grads = [values for _, values in elsewhere]
-            largest, norms = torch._foreach_norm(grads, ord=math.inf), torch._foreach_norm(grads)
-            for (fqn, _), *found in zip(elsewhere, largest, norms, strict=True):
-                self._norms.append((fqn, found))
+        for dtype, named in elsewhere.items():
+            names, grads = zip(*named, strict=True)
+            largest, norms = (torch._foreach_norm(grads, ord=order, dtype=dtype) for order in (math.inf, 2))
+            self._norms += zip(names, zip(largest, norms, strict=True), strict=True)
 
     def verdict(self) -> bool:
         """True if every gradient since `clear` was finite. Waits for the device once."""
         self.look()
         if self._norms:
             device = self._norms[0][1][0].device
-            read = torch.stack([n.to(device, torch.float32) for _, found in self._norms for n in found]).tolist()
+            norms = [n.to(device) for _, found in self._norms for n in found]
+            widest = torch.float64 if any(n.dtype is torch.float64 for n in norms) else torch.float32
+            read = torch.stack([n.to(widest) for n in norms]).tolist()
             for (name, _), largest, norm in zip(self._norms, read[::2], read[1::2], strict=True):
                 if not math.isfinite(norm):
                     (self.large if math.isfinite(largest) else self.bad).add(name)
@@ -170,6 +171,11 @@ def _is_fine(g: Tensor) -> bool:
         return False
     found = torch.linalg.vector_norm(g) if g.numel() <= _SHORT else g.sum()
     return -_LARGE_SUM <= found.item() <= _LARGE_SUM
+
+
+def _summed_in(values: Tensor) -> torch.dtype:
+    """Where squares of gradients are added up: not in FP16, which has no room for them."""
+    return torch.float64 if values.dtype is torch.float64 else torch.float32
 
 
 def _values(g: Tensor) -> Tensor:
