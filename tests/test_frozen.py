@@ -6,7 +6,6 @@ import copy
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -24,71 +23,7 @@ from autoprec.numerics.packing import decode, encode
 from autoprec.plans import Assignment, Plan, Storage
 from autoprec.replanning import replan
 from autoprec.serial import load_policy, read_plan, write_plan
-
-NARROW = ["bf16", "fp8_e4m3"]
-
-
-class Adapted(nn.Module):
-    """A frozen linear beside a trained product of low rank."""
-
-    def __init__(self, inputs: int, outputs: int, rank: int = 4) -> None:
-        super().__init__()
-        self.base = nn.Linear(inputs, outputs).requires_grad_(False)
-        self.down, self.up = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-class Tuned(nn.Module):
-    """A small language model with adapters; its embedding and its head are frozen."""
-
-    def __init__(self, width: int = 64, words: int = 32, layers: int = 2) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(words, width).requires_grad_(False)
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
-        self.wide = nn.ModuleList(Adapted(width, 4 * width) for _ in range(layers))
-        self.narrow = nn.ModuleList(Adapted(4 * width, width) for _ in range(layers))
-        self.head = nn.Linear(width, words, bias=False).requires_grad_(False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for norm, wide, back in zip(self.norms, self.wide, self.narrow, strict=True):
-            x = x + back(F.gelu(wide(norm(x))))
-        return self.head(x)
-
-
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def made(width: int = 64, rows: int = 4, length: int = 17) -> tuple[Tuned, list[Tensor]]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    return Tuned(width), [torch.randint(0, 32, (rows, length)) for _ in range(4)]
-
-
-def policy_with(*formats: str, **changes: Any) -> Any:
-    policy = load_policy("memory")
-    storage = {**policy.storage.model_dump(), "frozen": formats}
-    return policy.replaced(calibration={"steps": 4}, storage=storage, **changes)
-
-
-def compiled(model: nn.Module, batches: list[Tensor], *formats: str, **changes: Any) -> nn.Module:
-    options = {k: changes.pop(k) for k in ("backend",) if k in changes}
-    policy = policy_with(*formats, **changes)
-    return autoprec.compile(model, policy=policy, batches=batches, loss_fn=loss_of, events=None, **options)
-
-
-def narrow_of(model: nn.Module) -> dict[str, str]:
-    return {f: p.format for f, p in model.named_parameters() if isinstance(p, NarrowParameter)}
-
-
-def gradients(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss_of(model, tokens).backward()
-    return {f: p.grad.clone() for f, p in model.named_parameters() if p.grad is not None}
-
+from tests.adapters import NARROW, Tuned, compiled, gradients, loss_of, made, narrow_of, policy_with
 
 # The tensor ---------------------------------------------------------------------------------------------------------
 
@@ -143,30 +78,6 @@ def test_rows_are_looked_up_without_the_rest() -> None:
 
 
 # The plan -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("formats", ["fp32", "fp32 bf16"])
-def test_they_live_as_planned_and_the_prediction_knows(formats: str) -> None:
-    model, batches = made(width=256, rows=8, length=65)
-    parameters = dict(model.named_parameters())
-    wide = sum(p.numel() * 4 for p in parameters.values())
-    compiled(model, batches, *NARROW, formats=tuple(formats.split()))
-    session = autoprec.session(model)
-    plan = session.plan
-    assert narrow_of(model) == {t.removeprefix("param:"): f for t, f in plan.living.items()}
-    bases = {f for f in parameters if "base.weight" in f}
-    assert {"embedding.weight", "head.weight", *bases} == set(narrow_of(model))
-    assert dict(model.named_parameters()).keys() == parameters.keys()
-    assert all(p is parameters[f] for f, p in model.named_parameters())
-    held = sum(p.packed.payload.nbytes for p in parameters.values() if isinstance(p, NarrowParameter))
-    told = sum(h.plan for h in plan.memory if h.kind == "parameters")
-    kept_wide = sum(p.numel() * 4 for p in parameters.values() if not isinstance(p, NarrowParameter))
-    assert told == pytest.approx(held + kept_wide, abs=64) and told < 0.6 * wide  # the scales are 4 bytes each
-    assert sum(h.fp32 for h in plan.memory if h.kind == "parameters") == wide
-    own = next(c for c in plan.contestants if c.adopted)
-    assert own.measured.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.06)
-    [event] = [e for e in session.events if e.kind == "frozen"]
-    assert "FP32 values are gone" in event.evidence
 
 
 def test_what_an_op_computes_is_bitwise_as_if_it_had_cast() -> None:

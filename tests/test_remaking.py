@@ -166,27 +166,28 @@ def test_it_is_made_once_for_all_who_read_it(made: list[StorageWeakRef]) -> None
     assert loss.grad_fn is not None  # the graph is still there
 
 
-def test_nothing_is_held_once_the_backward_pass_is_over() -> None:
-    """Although the loss, and with it autograd's graph, lives on."""
+def test_nothing_is_held_once_the_backward_pass_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the loss, and with it autograd's graph, lives on. What it is made of is not held for its readers."""
     model = Chain(F.gelu)
     autoprec.compile(model, plan=plan_of(":gelu#0", "fp32", narrow=True), events=None)
-    kept = []
-    part = remaking.Recipe.part
+    kept, values = list[StorageWeakRef](), list[StorageWeakRef]()
+    part, opened = remaking.Recipe.part, remaking.Recipe.__init__
+
+    def open_watched(self: remaking.Recipe, steps: object, given: list[Tensor], *rest: object) -> None:
+        opened(self, steps, given, *rest)  # type: ignore[arg-type]
+        values.extend(StorageWeakRef(v.untyped_storage()) for v in given)
 
     def watched(self: remaking.Recipe, x: Tensor) -> remaking.Remade | None:
         found = part(self, x)
-        assert found is not None
+        assert found is not None and all(r.expired() for r in values)
         kept.extend(StorageWeakRef(t.untyped_storage()) for t in found.tensors)
-        kept.extend(StorageWeakRef(v.untyped_storage()) for v in self._values)
         return found
 
-    remaking.Recipe.part = watched  # type: ignore[method-assign]
-    try:
-        loss = model(torch.randn(16, 6)).square().mean()
-        assert len(kept) == 2
-        loss.backward()
-    finally:
-        remaking.Recipe.part = part  # type: ignore[method-assign]
+    monkeypatch.setattr(remaking.Recipe, "part", watched)
+    monkeypatch.setattr(remaking.Recipe, "__init__", open_watched)
+    loss = model(torch.randn(16, 6)).square().mean()
+    assert len(kept) == len(values) == 1
+    loss.backward()
     assert all(r.expired() for r in kept) and loss.grad_fn is not None
 
 

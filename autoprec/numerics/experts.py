@@ -44,7 +44,7 @@ class _GroupedLinear(torch.autograd.Function):
         spec: GemmSpec = ctx.spec
         read, weight = saved_operand(ctx)
         grad_x = grad_w = None
-        if ctx.needs_input_grad[1]:
+        if read is not None:
             g = spec.operand(spec.gradient(grad, spec.grad_weight), spec.grad_weight)
             x = spec.operand(read, other_operand(spec.grad_weight))
             with spec.computing(spec.grad_weight):
@@ -100,7 +100,7 @@ class _BatchedLinear(torch.autograd.Function):
         read, weight = saved_operand(ctx)
         grad_x = grad_w = grad_b = None
         refuse_copies(ctx)
-        if ctx.needs_input_grad[1]:
+        if read is not None:
             grad_w = unscaled(ctx, _batched_weight_gradient(spec, grad, read, weight.dtype), weight.dtype)
         del read  # as in a linear: it need not be there beside the input's gradient
         if ctx.needs_input_grad[0]:

@@ -104,7 +104,7 @@ class _Linear(torch.autograd.Function):
         flat = rows_of(grad)
         if ctx.needs_input_grad[1] or not spec.plain:
             refuse_copies(ctx)
-        if ctx.needs_input_grad[1]:
+        if read is not None:
             grad_w = unscaled(ctx, _weight_gradient(spec, flat, read, weight.dtype), weight.dtype)
         del read  # made for this pass, as like as not: it need not be there beside the input's gradient
         if ctx.needs_input_grad[0]:
@@ -163,15 +163,14 @@ class _Conv(torch.autograd.Function):
         read, weight = saved_operand(ctx)
         grad_x = grad_w = grad_b = None
         refuse_copies(ctx)
-        if ctx.needs_input_grad[1]:
+        if read is not None:
             seen, options = _places_read(ctx.options, read, weight)
             product = _conv_weight_gradient(spec, options, grad, seen, weight)
             grad_w = unscaled(ctx, spec.product(product, spec.grad_weight, weight.dtype), weight.dtype)
-        shape = read.payload.shape if isinstance(read, Packed) else read.shape
         there = read if isinstance(read, Tensor) and ctx.again is None else None
         del read  # as in `_Linear`
         if ctx.needs_input_grad[0]:
-            product = _conv_input_gradient(spec, ctx.options, grad, there, shape, weight)
+            product = _conv_input_gradient(spec, ctx.options, grad, there, ctx.x_shape, weight)
             grad_x = spec.product(product, spec.grad_input, ctx.x_dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_b = unscaled(ctx, _channel_sums(grad, spec.grad_weight), weight.dtype)

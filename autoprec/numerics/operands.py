@@ -26,15 +26,15 @@ def read_operand(x: Tensor, operand: Packed | None, spec: GemmSpec) -> Tensor | 
 def begin(
     ctx: Any, x: Tensor, weight: Tensor, operand: Packed | None, kept: Kept | None, spec: GemmSpec
 ) -> Tensor | Packed:
-    """The forward pass of a product with a parameter: what it reads; that, or what is kept instead, is saved."""
-    ctx.spec, ctx.x_dtype = spec, x.dtype
+    """The forward pass of a product with a parameter: what it reads; that, or what is kept instead, is saved, if the
+    parameter wants a gradient."""
+    ctx.spec, ctx.x_dtype, ctx.x_shape = spec, x.dtype, x.shape
     read = read_operand(x, operand, spec)
-    _save(ctx, read, weight, kept)
+    _save(ctx, (read if kept is None else kept) if ctx.needs_input_grad[1] else None, weight)
     return read
 
 
-def _save(ctx: Any, read: Tensor | Packed, weight: Tensor, kept: Kept | None) -> None:
-    saved = read if kept is None else kept
+def _save(ctx: Any, saved: Tensor | Kept | None, weight: Tensor) -> None:
     ctx.kept_as, ctx.again = None, None
     if isinstance(saved, Remade):
         ctx.again = saved.again
@@ -43,13 +43,15 @@ def _save(ctx: Any, read: Tensor | Packed, weight: Tensor, kept: Kept | None) ->
         ctx.kept_as = saved.format
         ctx.save_for_backward(weight, saved.payload, saved.inverse_scale)
     else:
-        ctx.save_for_backward(weight, saved)
+        ctx.save_for_backward(weight, *([] if saved is None else [saved]))
 
 
-def saved_operand(ctx: Any) -> tuple[Tensor | Packed, Tensor]:
-    """The input as it was kept, and the weight. Once: inside a checkpoint a second look would ask for another
-    recomputation."""
+def saved_operand(ctx: Any) -> tuple[Tensor | Packed | None, Tensor]:
+    """The input as it was kept, None where the weight wants no gradient, and the weight. Once: inside a checkpoint a
+    second look would ask for another recomputation."""
     weight, *kept = ctx.saved_tensors
+    if not kept:
+        return None, weight
     if ctx.again is not None:
         return ctx.again(kept), weight
     return (kept[0] if ctx.kept_as is None else Packed(*kept, ctx.kept_as)), weight

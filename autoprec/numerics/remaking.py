@@ -61,12 +61,14 @@ Kept = Packed | Remade
 
 
 class Recipe:
-    """Steps, the values that they read and the cells that keep those (None: kept as they are)."""
+    """Steps, and what is kept of the values that they read: narrow copies, or the values where there is no cell."""
 
     def __init__(
         self, steps: Sequence[Step], values: Sequence[Tensor], cells: Sequence[Cell | None], like: Tensor
     ) -> None:
-        self._values, self._cells = values, cells
+        # Not the values: a recipe lives until its last reader, and they need not.
+        self._kept = [v if cell is None else cell.part(v) or v for v, cell in zip(values, cells, strict=True)]
+        self._dtypes = [v.dtype for v in values]
         self._numel = like.numel()
         self._making = _Making(steps, like.new_empty(0), like.shape, like.stride())
 
@@ -75,10 +77,9 @@ class Recipe:
         than that, and is then kept as it is."""
         if not x.numel() or x.untyped_storage().nbytes() != self._numel * x.element_size():
             return None
-        kept = [v if cell is None else cell.part(v) or v for v, cell in zip(self._values, self._cells, strict=True)]
+        kept, dtypes = self._kept, self._dtypes
         shape, stride, offset = x.shape, x.stride(), x.storage_offset()
         templates = [k._replace(payload=k.payload.new_empty(0)) if isinstance(k, Packed) else None for k in kept]
-        dtypes = [v.dtype for v in self._values]
         making = self._making
         making.uses += 1
 
@@ -161,11 +162,13 @@ def _each(arguments: Any, read: Callable[[Any], Any]) -> Any:
     return arguments
 
 
-def open_recipe(values: Sequence[Tensor], cells: Sequence[Cell | None], like: Tensor, steps: Sequence[Step]) -> Recipe:
-    """A recipe for `like`."""
-    return Recipe(steps, values, cells, like)
+def open_recipe(
+    values: Sequence[Tensor], cells: Sequence[Cell | None], like: Tensor, steps: Sequence[Step]
+) -> Recipe | None:
+    """A recipe for `like`, opened as soon as that is made; None where no backward will come."""
+    return Recipe(steps, values, cells, like) if torch.is_grad_enabled() else None
 
 
-def made_again(recipe: Recipe, x: Tensor) -> Remade | None:
-    """What a product keeps instead of `x`; None where no backward will come."""
-    return recipe.part(x) if torch.is_grad_enabled() else None
+def made_again(recipe: Recipe | None, x: Tensor) -> Remade | None:
+    """What a product keeps instead of `x`; None where no backward will come, or none was foreseen: it keeps `x`."""
+    return recipe.part(x) if recipe is not None and torch.is_grad_enabled() else None

@@ -278,6 +278,9 @@ class _Rewriter(Storing):
             self.keep_narrow(op, self.main, made)
         elif made is not None:
             self.cells[made, self.path] = self._open(made, self.value[op.node])
+        if own in self.plan.made_from_of and self._stored(own) == own:
+            # Now, not at the first reader: until it is opened, a recipe's values live.
+            self.cell_of(own, op.node)
 
     def write_op(self, op: OpNode) -> None:
         if op.inplace is not None:
@@ -403,7 +406,8 @@ class _Rewriter(Storing):
 
     def _weighted_gemm(self, op: OpNode, gemm: GemmCall, formats: dict[Role, str], region: int | None) -> fx.Node:
         x = gemm.input
-        narrow = self._stored(self.binding.tensor_id[x])
+        trains = bool(gemm.weight.meta["example_value"].requires_grad)  # if not, it keeps nothing of its input
+        narrow = self._stored(self.binding.tensor_id[x]) if trains else None
         if narrow is None and set(formats.values()) == {_FP32}:
             return self.copy(op.node, lambda n: self.as_written(n))
         x_new = self.in_format(x, result_format(fmt := formats[Role.OUTPUT]), region)
