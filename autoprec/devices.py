@@ -9,9 +9,13 @@ from autoprec.checks import check_amount, check_choice, check_format, check_text
 from autoprec.errors import DeviceError
 from autoprec.graphs import Role
 
-__all__ = ["CastTiming", "Datasheet", "Device", "NoKernel", "OpTiming", "Peak", "Sourced"]
+__all__ = ["PIECE_NUMEL", "CastTiming", "Datasheet", "Device", "NoKernel", "OpTiming", "Peak", "Sourced"]
 
 _TYPES = ("cpu", "cuda")
+
+#: Elements that are made into something else at a time, by type. On a CPU what is made on the way then fits the caches
+#: (docs/measurements/pieces.md); larger pieces keep a GPU busy.
+PIECE_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,8 +70,8 @@ def labelled(*shape: int) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(shape), torch.randint(0, 10, shape[:1])) for _ in range(3)]
 
 
-def tokens(*shape: int) -> list[Tensor]:
-    return [torch.randint(0, 256, shape) for _ in range(3)]
+def tokens(*shape: int, vocabulary: int = 256) -> list[Tensor]:
+    return [torch.randint(0, vocabulary, shape) for _ in range(3)]
 
 
 def mlp() -> nn.Module:
@@ -85,10 +85,17 @@ WORKLOADS: dict[str, Callable[[], tuple[nn.Module, Sequence[Any], Loss]]] = {
     "convolutions": lambda: (Residual(), labelled(16, 3, 32, 32), labels_loss),
     "mlp": lambda: (mlp(), labelled(2048, 64), labels_loss),
     "recurrent": lambda: (Recurrent(), tokens(16, 65), next_token_loss),
+    "vocabulary": lambda: (  # the logits are the largest tensor of a step, and the loss is inside
+        Transformer(width=64, depth=1, vocabulary=8192, tied=False),
+        tokens(16, 65, vocabulary=8192),
+        language_loss,
+    ),
 }
 
 #: Name → policy, budget.
-PLANS: dict[str, tuple[str, str | None]] = {"fp32": ("safe", None), "bf16": ("bf16", None), "60 %": ("balanced", "60%")}
+PLANS: dict[str, tuple[str, str | None]] = {
+    "fp32": ("safe", None), "bf16": ("bf16", None), "60 %": ("balanced", "60%"), "lowest": ("memory", None)
+}  # fmt: skip
 
 
 def architecture(name: str) -> tuple[nn.Module, Sequence[Any], Loss]:

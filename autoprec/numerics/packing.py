@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from autoprec.devices import PIECE_NUMEL
 from autoprec.formats import Format, format_named
 from autoprec.numerics import elements
 from autoprec.numerics.compilers import is_traced, made_in_backward
@@ -26,9 +27,7 @@ from autoprec.numerics.rounding import from_codes, rounded, to_codes
 
 __all__ = ["Packed", "amax_of", "decode", "encode", "pack_bits", "piece_numel", "pieces", "unpack_bits"]
 
-#: Elements that are packed at a time. On a CPU what is made on the way then fits the caches
-#: (docs/measurements/pieces.md); larger pieces keep a GPU busy.
-_CPU_PIECE, _PIECE = 1 << 18, 1 << 24
+_CPU_PIECE, _PIECE = PIECE_NUMEL["cpu"], PIECE_NUMEL["cuda"]
 
 _E4M3_BITS = -0x7810  # 0x87F0 as int16: sign, then eeeemmm four places up
 

@@ -11,10 +11,11 @@ from torch import fx
 from autoprec.graphs import Role
 from autoprec.numerics.dtypes import dtype_of, native_formats
 from autoprec.numerics.gemm import ConvOptions
+from autoprec.numerics.losses import LossOptions
 from autoprec.numerics.norms import NormCall
 from autoprec.numerics.products import GemmSpec
 
-__all__ = ["NORM_SIGNATURE", "conv_options", "fit_scalars", "gemm_spec", "norm_call"]
+__all__ = ["NORM_SIGNATURE", "conv_options", "fit_scalars", "gemm_spec", "loss_call", "norm_call"]
 
 NORM_SIGNATURE = {
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
@@ -73,6 +74,27 @@ def norm_call(kind: str, arguments: dict[str, Any], scale_log2: int) -> NormCall
     if not all(isinstance(v, (int, float)) for v in (*shape, training, momentum, eps)):
         return None
     return NormCall(kind=kind, shape=shape, training=training, momentum=momentum, eps=eps, scale_log2=scale_log2)
+
+
+_CROSS_ENTROPY = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+
+
+def loss_call(node: fx.Node) -> tuple[dict[str, fx.Node | None], LossOptions] | None:
+    """Of a cross entropy of classes its tensors (input, target, weight) and its options; None for probabilities as
+    targets, label smoothing, logits without a batch, or options that are no plain values."""
+    named = dict(zip(_CROSS_ENTROPY, node.args, strict=False)) | node.kwargs
+    tensors = {name: named.get(name) for name in _CROSS_ENTROPY[:3]}
+    logits, classes = (n.meta.get("example_value") if isinstance(n := tensors[name], fx.Node) else None
+                       for name in ("input", "target"))  # fmt: skip
+    if not isinstance(logits, torch.Tensor) or not isinstance(classes, torch.Tensor):
+        return None
+    if logits.dim() < 2 or classes.is_floating_point() or named.get("label_smoothing", 0.0) != 0.0:
+        return None
+    legacy = [named.get(name) for name in ("size_average", "reduce")]
+    reduction, ignored = named.get("reduction", "mean"), named.get("ignore_index", -100)
+    if legacy != [None, None] or reduction not in ("none", "mean", "sum") or not isinstance(ignored, int):
+        return None
+    return tensors, LossOptions(reduction=reduction, ignore_index=ignored)
 
 
 #: Kinds whose scalar becomes a value of the result; elsewhere it is a factor or a summand.

@@ -184,6 +184,10 @@ class Step:
             f, then = self.copy(saver.unit), p.backward(saver.moment)
             if f != storage:
                 self.seconds += p.cast_seconds(storage, f, saver.numel)
+            if saver.in_pieces is not None:
+                for moment, more in zip((saver.moment, then), saver.in_pieces, strict=True):
+                    self.hold(f"workspace of {p.op_at(moment)}", "workspace", moment, moment, more)
+            elif f != storage:
                 self.hold(f"{t.id} read again", "read again", then, then, saver.numel * bytes_of(f))
         for moment in t.masks:
             self.hold(f"mask of {t.id}", "masks", moment, p.backward(moment), t.mask_bytes)

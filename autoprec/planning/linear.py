@@ -79,8 +79,8 @@ class Rows:
         sure = [c for c in distinct if not c.terms]
         if not distinct or sure:
             return self.charged(sure[0] if sure else Linear(), cost)
-        if len(distinct) == 1 and len(distinct[0].terms) == 1:
-            return self.charged(distinct[0], cost)
+        if len(distinct) == 1 and len(distinct[0].terms) == 1 and distinct[0].constant >= 0.0:
+            return self.charged(distinct[0], cost)  # of several terms it may be below 0, and with a constant below 0
         new = self.variable(cost)
         for c in distinct:
             self.at_least(new, c)

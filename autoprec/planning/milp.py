@@ -188,8 +188,12 @@ class Program(Holding):
         maker = copy_of(t.stored_by[1])
         self._one_of(binary, maker, {f: p.cast_seconds(f, storage, t.numel) for f in self.formats(maker)})
         for saver in t.others:
-            read = self._read(binary, storage, copy_of(saver.unit), saver.numel)
-            self.workspace.setdefault(p.phase(p.backward(saver.moment)), []).extend(read)
+            read, then = self._read(binary, storage, copy_of(saver.unit), saver.numel), p.backward(saver.moment)
+            if saver.in_pieces is None:
+                self.workspace.setdefault(p.phase(then), []).extend(read)
+                continue
+            for at, more in zip((saver.moment, then), saver.in_pieces, strict=True):
+                self.workspace.setdefault(p.phase(at), []).append((Linear().add(binary), more))
 
     def _read(self, binary: int, storage: str, unit: int | None, numel: int) -> list[_Held]:
         """What reading a narrow copy in the unit's format costs, if it is there; what it makes."""

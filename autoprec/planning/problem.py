@@ -25,10 +25,10 @@ from autoprec.errors import DeviceError, ProfileError
 from autoprec.formats import held_as, other_operand, result_format
 from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind, TensorSpec, shared_path
 from autoprec.planning.activations import Activations
-from autoprec.planning.attention import with_what_attention_keeps
 from autoprec.planning.flow import Flow
 from autoprec.planning.frozen import frozen_nodes, frozen_units, reading_wide
 from autoprec.planning.gradients import gradient_nodes
+from autoprec.planning.kept_inputs import with_kept_inputs
 from autoprec.planning.kinks import kink_nodes
 from autoprec.planning.noise import saturates_by_design
 from autoprec.planning.options import Options, decides, in_place_pairs, reads_narrow, unit_options
@@ -109,7 +109,7 @@ class _Builder:
         living: Mapping[str, str],
     ) -> None:
         self.roots: Roots = resolve_roots(graph)
-        self.graph, as_written = with_what_attention_keeps(graph, self.roots), graph
+        self.graph, as_written = with_kept_inputs(graph, self.roots), graph
         self.workspaces, graph = Workspaces(self.graph, device, as_written), self.graph
         self.profile = profile
         self.device = device
@@ -145,7 +145,8 @@ class _Builder:
         rounded = frozen_nodes(flow, self.activations, self.frozen, passing)
         self.nodes = (*backward, *kink_nodes(flow, self.activations, forward, passing), *forward, *rounded)
         self.variances = 2 * flow.gradients
-        self.stores = Stores(flow, self.weighted, passing, device if policy.storage.recompute else None)
+        made_on = device if policy.storage.recompute else None
+        self.stores = Stores(flow, self.weighted, passing, self.workspaces, made_on)
 
     def build(self, budget_bytes: int | None) -> Problem:
         graph, policy = self.graph, self.policy

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from autoprec.formats import Format
-from autoprec.planning.noise import current_scale_log2
+from autoprec.planning.noise import current_scale_log2, error_energy
 from autoprec.profiles import RangeHistogram, bin_lower_edges
 
-__all__ = ["PRODUCTS", "relative_change", "relative_variance"]
+__all__ = ["PRODUCTS", "logits_variance", "relative_change", "relative_variance"]
 
 _Array = npt.NDArray[np.float64]
 _Derivative = Callable[[_Array], _Array]
@@ -130,6 +130,27 @@ def relative_variance(kind: str, is_result: bool, values: RangeHistogram, fmt: F
     signs = (1.0,) if kind in _POSITIVE else (1.0, -1.0)
     error, energy = _compared(derivative, weight, points, fmt, scale_log2, signs)
     return (_NORM_FRAC if kind in _NORMS else 1.0) * error / energy if energy > 0.0 else 0.0
+
+
+def logits_variance(
+    values: RangeHistogram, loss: RangeHistogram, gradients: RangeHistogram, fmt: Format
+) -> float | None:
+    """Relative variance of the gradient of logits that a cross entropy keeps in `fmt`, under current scaling; None
+    where they do not fit into the format. `loss`: of their values, weighted by the squares of that gradient.
+
+    Of a row it is g = s·(p − e), with p the softmax, e the target's unit vector and s what arrives. Errors of the
+    logits with variances v, independent of each other, change it by s·(diag p − p·pᵀ) of them: by an energy of
+    s²·Σ v_j·p_j²·((1 − p_j)² + Σ_{k≠j} p_k²), at most 2·Σ v_j·g_j²·(1 − |g_j|/s)². Here s is taken to be the largest
+    |g|, which some row that is wrong comes near, and the last factor at its mean over Σ g². That is 0.4 to 4 times what
+    is measured, and more where all probabilities are small (`tests/test_losses.py`).
+    """
+    if (not fmt.scaled and values.amax > fmt.max_value) or loss.total_weight <= 0.0 or gradients.energy <= 0.0:
+        return None
+    _, wx, wxx = gradients.moments.T
+    share = np.minimum(1.0, wxx / np.where(wx > 0.0, wx, 1.0) / gradients.amax)
+    unsure = float((wxx * (1.0 - share) ** 2).sum()) / gradients.energy
+    error = error_energy(loss, fmt, current_scale_log2(fmt, values.amax))
+    return 2.0 * unsure * error / loss.total_weight
 
 
 def _points(values: RangeHistogram) -> tuple[_Array, _Array]:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from autoprec.devices import Device
 from autoprec.graphs import ATTENTION, Op, Role
-from autoprec.planning.attention import is_unfused
 from autoprec.planning.flow import Flow
+from autoprec.planning.kept_inputs import is_unfused, keeps_logits
 from autoprec.planning.noise import relative_error
 from autoprec.planning.remaking import Remakings
-from autoprec.planning.saved import PRODUCTS
+from autoprec.planning.saved import PRODUCTS, logits_variance
 from autoprec.planning.values import Remaking, Saver
+from autoprec.planning.workspaces import Workspaces
 from autoprec.plans import RECOMPUTED
 
 __all__ = ["Keeping", "Stores"]
@@ -37,13 +38,14 @@ class Stores:
         flow: Flow,
         gemm_of: dict[str, int],
         passing: dict[int, tuple[tuple[int, float], ...]],
+        workspaces: Workspaces,
         device: Device | None,
     ) -> None:
         """`passing`: forward moment → `GradientNode.inputs`. `device`: for seconds of making tensors again; None if
         that is not wanted."""
         self._flow, self._graph, self._roots, self._prices = flow, flow.graph, flow.roots, flow.prices
         self._unit_of, self._numbers = flow.unit_of, flow.numbers
-        self._gemm_of, self._passing = gemm_of, passing
+        self._gemm_of, self._passing, self._workspaces = gemm_of, passing, workspaces
         roots = flow.roots
         self._savers: dict[str, list[tuple[int, Op]]] = {}
         self._closed: set[str] = set()
@@ -105,12 +107,21 @@ class Stores:
         found = []
         own = (*op.inputs[:3], *op.outputs) if op.kind == ATTENTION else op.saves
         for t in dict.fromkeys(t for t in own if self._roots.root_of[t] == root):
-            spec = self._graph.tensor_by_id[t]
-            noise = self._of_attention(op, t) if op.kind == ATTENTION else self._prices.saver_noise(op, t)
+            spec, logits = self._graph.tensor_by_id[t], keeps_logits(op, self._graph) and t == op.inputs[0]
+            priced = self._of_logits if logits else self._of_attention if op.kind == ATTENTION else None
+            noise = self._prices.saver_noise(op, t) if priced is None else priced(op, t)
             if not spec.is_float32 or not noise:
                 return []
-            reached = self._reached(op, t, self._passing.get(moment, ()))
-            found.append(Saver(moment=moment, unit=unit, numel=spec.numel, noise=tuple(noise.items()), reached=reached))
+            found.append(
+                Saver(
+                    moment=moment,
+                    unit=unit,
+                    numel=spec.numel,
+                    noise=tuple(noise.items()),
+                    reached=self._reached(op, t, self._passing.get(moment, ())),
+                    in_pieces=self._workspaces.in_pieces(op) if logits else None,
+                )
+            )
         return found
 
     def _of_attention(self, op: Op, kept: str) -> dict[str, float]:
@@ -123,6 +134,16 @@ class Stores:
         factor = 1.0 + self._flow.gains.of_scores(op) if kept in op.inputs[:2] else 1.0
         return {f.name: factor * relative_error(values, f) for f in self._prices.storages
                 if f.scaled or values.amax <= f.max_value}  # fmt: skip
+
+    def _of_logits(self, op: Op, logits: str) -> dict[str, float]:
+        """By storage, what keeping the logits of a cross entropy in it adds to the relative variance of their
+        gradient."""
+        prices = self._prices
+        values, loss, gradients = prices.values(logits), prices.loss(logits), prices.gradients(logits)
+        if values is None or loss is None or gradients is None or values.nonfinite:
+            return {}
+        found = {f.name: logits_variance(values, loss, gradients, f) for f in prices.storages}
+        return {f: noise for f, noise in found.items() if noise is not None}
 
     def _into_scores(self, op: Op) -> dict[int, float]:
         """What a relative variance in the values, or the result, of attention is multiplied by in the gradients of

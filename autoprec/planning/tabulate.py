@@ -117,7 +117,9 @@ class Tabulated(Recorder):
         for k, saver in enumerate(t.others):
             noise = self._vector((f, saver.noise_in(f)) for f in dict.fromkeys(f for f, _ in saver.noise))
             then, place = p.phase(p.backward(saver.moment)), propagation.saver(index, k)
-            self._record("other", [storage, of(saver.unit)], (), [saver.numel, then, place, *noise])
+            pieces = [p.phase(saver.moment), *(saver.in_pieces or (0, 0))]
+            whole = saver.in_pieces is None
+            self._record("other", [storage, of(saver.unit)], (whole,), [saver.numel, then, place, *pieces, *noise])
 
     def _uses(self, t: PlanTensor, storage: int | None) -> None:
         """One table for a tensor, or several for a few of its readers each."""
@@ -251,14 +253,18 @@ class Tabulated(Recorder):
         return self._group(scopes, entries, seconds, size + masks * masked, held=tuple(held))
 
     def _others(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
-        ((storage, unit),) = pattern.reads
+        (storage, unit), whole = pattern.reads
         kept, read = entries.format(storage), self._copy[entries.format(unit)]
         casts = (kept >= 0) & (kept != read)
-        numel, then, place = figures[0], figures[1].astype(np.int64), figures[2].astype(np.int64)
+        numel, (then, place, now) = figures[0], (figures[k].astype(np.int64) for k in (1, 2, 3))
         seconds = np.where(casts, self._cast(np.where(casts, kept, read), read, numel), 0.0)
         sizes = numel[:, None] * np.array(self._sizes, np.float64)[read] * casts
-        noise = summed(self._any([kept], entries.count), figures[3 : 3 + self._formats])
-        return self._group(scopes, entries, seconds, held=(Held(sizes, then, then),), rounding=Noise(place, noise))
+        held: tuple[Held, ...] = (Held(sizes, then, then),)
+        if not whole:
+            more = [figures[k][:, None] * (kept >= 0) for k in (4, 5)]
+            held = (Held(more[0], now, now), Held(more[1], then, then))
+        noise = summed(self._any([kept], entries.count), figures[6 : 6 + self._formats])
+        return self._group(scopes, entries, seconds, held=held, rounding=Noise(place, noise))
 
     # GEMMs and nodes
 

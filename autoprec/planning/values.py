@@ -103,6 +103,8 @@ class Saver:
         noise: by storage, the relative variance that the rounding adds to the gradient that the op passes on.
         reached: (variance, share) as in `GradientNode.inputs`: where the rounding is added. A product of two tensors
             reads one of them for the gradient of the other.
+        in_pieces: where it reads a narrow copy a piece at a time, and not the whole of it again: bytes of workspace
+            that it then takes more in its forward and its backward pass than otherwise, below 0 for fewer.
     """
 
     moment: int
@@ -110,6 +112,7 @@ class Saver:
     numel: int
     noise: tuple[tuple[str, float], ...]
     reached: tuple[tuple[int, float], ...] = ()
+    in_pieces: tuple[int, int] | None = None
 
     def noise_in(self, storage: str | None) -> float:
         """The relative variance under a storage; 0.0 for None, as it is."""

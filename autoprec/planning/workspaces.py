@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from autoprec.devices import Device
+from autoprec.devices import PIECE_NUMEL, Device
 from autoprec.formats import held_as, is_scaled, result_format
 from autoprec.graphs import Op, OpGraph, Role, TensorKind
 from autoprec.planning.codes import bytes_of
@@ -17,7 +17,7 @@ class Workspaces:
 
     def __init__(self, graph: OpGraph, device: Device, as_written: OpGraph) -> None:
         """`as_written`: the graph before some of what ops keep privately was counted as what they are given
-        (`attention`)."""
+        (`kept_inputs`)."""
         self._graph, self._device = graph, device
         private = {op.id: op.private_saved_bytes for op in as_written.ops}
         self._copied = {op.id: private[op.id] - op.private_saved_bytes for op in graph.ops}
@@ -47,6 +47,16 @@ class Workspaces:
             activations = sum(t.numel for t in specs if t.is_float32 and t.kind is not TensorKind.PARAMETER)
             size += 4 * (weights + activations)
         return size, 0
+
+    def in_pieces(self, op: Op) -> tuple[int, int]:
+        """What a cross entropy that keeps its logits narrow takes more, forward and backward, than torch's: see
+        `Saver.in_pieces`. Of a few rows it holds the logarithms of their probabilities; in the backward pass three
+        tensors of so many."""
+        logits = self._graph.tensor_by_id[op.inputs[0]]
+        row = logits.numel // max(1, logits.shape[0])
+        piece = 4 * min(logits.numel, max(row, PIECE_NUMEL[self._device.type] // max(1, row) * row))
+        now, then = self.of(op, Role.OUTPUT, "fp32", 0)
+        return piece - now, 3 * piece - then
 
     def private(self, op: Op, format_name: str) -> int:
         """Bytes of its own that an op keeps in a format; as calibrated where the device was not asked.

@@ -34,11 +34,12 @@ from autoprec.numerics.gemm import matmul
 from autoprec.numerics.keeping import cast_of_kept, keep_in
 from autoprec.numerics.kernels import kernel
 from autoprec.numerics.lean import lean, relu_keeping_bits
+from autoprec.numerics.losses import cross_entropy
 from autoprec.numerics.norms import layer_norm, norm
 from autoprec.numerics.packing import encode
 from autoprec.numerics.products import GemmSpec
 from autoprec.numerics.remaking import made_again
-from autoprec.numerics.specs import NORM_SIGNATURE, fit_scalars, gemm_spec, norm_call
+from autoprec.numerics.specs import NORM_SIGNATURE, fit_scalars, gemm_spec, loss_call, norm_call
 from autoprec.plans import RECOMPUTED, Plan
 from autoprec.rewriting.calls import Method, With, operands
 from autoprec.rewriting.memory import bases, changed_in_place, no_larger
@@ -297,7 +298,8 @@ class _Rewriter(Storing):
         elif op.gemm is not None and self._stored(self.binding.tensor_id[op.gemm.input]):
             self.put(op.node, self._weighted_gemm(op, op.gemm, dict.fromkeys(op.roles, _FP32), None), _FP32)
         else:
-            self.put(op.node, self.copy_main(op, lambda n: self.as_written(n)), _FP32)
+            loss = self._loss(op) if op.kind == "cross_entropy" else None
+            self.put(op.node, loss or self.copy_main(op, lambda n: self.as_written(n)), _FP32)
 
     def copy_main(self, op: OpNode, transform: Callable[[fx.Node], fx.Node]) -> fx.Node:
         """A copy of the op itself, which may keep tensors for its backward pass."""
@@ -417,9 +419,8 @@ class _Rewriter(Storing):
         kept = None
         if narrow is not None and storage == RECOMPUTED:
             kept = self.call(made_again, (self.cell_of(narrow, x), x_new))
-        elif narrow is not None and storage is not None:
-            cell = self.cell_of(narrow, x)
-            kept = self._shared(x, f"kept {storage}", With(keep_in, storage), (cell, x_new))
+        elif narrow is not None:
+            kept = self._kept(narrow, x, x_new)
         operand = None
         rowwise = self.plan.scales == "rowwise" and isinstance(gemm.how, Contraction) and gemm.how.is_by_rows
         if is_scaled(fmt):
@@ -429,6 +430,22 @@ class _Rewriter(Storing):
         spec = self._spec(op, formats, region, rowwise=rowwise)
         how = With(weighted_product, spec, gemm.how)
         return self.call(how, (x_new, weight, bias, kept, offs), operand=operand)
+
+    def _loss(self, op: OpNode) -> fx.Node | None:
+        """A cross entropy whose logits the plan keeps narrow; None where it is torch's own."""
+        call = loss_call(op.node)
+        x = None if call is None else call[0]["input"]
+        narrow = None if x is None else self._stored(self.binding.tensor_id[x])
+        if call is None or x is None or narrow is None or narrow in self.plan.made_from_of:
+            return None
+        logits, target, weight = (None if n is None else self.as_written(n) for n in call[0].values())
+        assert logits is not None
+        return self.call(With(cross_entropy, call[1]), (logits, target, weight, self._kept(narrow, x, logits)))
+
+    def _kept(self, narrow: str, x: fx.Node, value: fx.Node) -> fx.Node:
+        """The narrow copy of a tensor, of which `x` is all or a view, that an op keeps; `value` is what it reads."""
+        storage = self.plan.storage_of[narrow]
+        return self._shared(x, f"kept {storage}", With(keep_in, storage), (self.cell_of(narrow, x), value))
 
     def _shared(self, x: fx.Node, what: str, make: Callable[..., Any], arguments: tuple[fx.Node, ...]) -> fx.Node:
         """A narrow copy of a tensor, made once for all who read it here, until the tensor changes in place."""

@@ -117,6 +117,14 @@ class Maker:
         return self.op("layer_norm", OpClass.NORM, (x, scale), shape, saves=(x, scale), weights=(f"{fqn}.weight",),
                        private=8 * shape[0], fqn=fqn)  # fmt: skip
 
+    def cross_entropy(self, x: str) -> str:
+        """Of classes; as torch's, it keeps the logarithms of the probabilities and a sum."""
+        rows, width = self.tensors[x].shape
+        classes = self.tensor("input:y", (rows,), kind=TensorKind.INPUT, grad=False, dtype="int64")
+        return self.op(
+            "cross_entropy", OpClass.WIDE, (x, classes), (1,), saves=(classes,), private=4 * rows * width + 4
+        )
+
     def graph(self, output: str) -> OpGraph:
         spec = self.tensors[output]
         self.tensors[output] = TensorSpec(

@@ -211,8 +211,8 @@ class _Stretched:
         return tuple(found)
 
     def _saver(self, s: Saver, k: int) -> Saver:
-        return Saver(moment=self._at(s.moment, k), unit=self._moved(s.unit, k), numel=s.numel, noise=s.noise,
-                     reached=self._shares(s.reached, k, branch=True))  # fmt: skip
+        return replace(s, moment=self._at(s.moment, k), unit=self._moved(s.unit, k),
+                       reached=self._shares(s.reached, k, branch=True))  # fmt: skip
 
     def _gemm(self, g: Gemm, k: int) -> Gemm:
         up = k * self.units.each

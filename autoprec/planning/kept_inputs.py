@@ -1,0 +1,59 @@
+"""Ops of which ours keep what they are given, where torch's keep other tensors: attention without one kernel for both
+passes (with dropout on a CPU, or with a trained mask), and cross entropy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoprec.graphs import ATTENTION, Op, OpGraph, TensorSpec
+from autoprec.planning.roots import Roots
+
+__all__ = ["is_unfused", "keeps_logits", "with_kept_inputs"]
+
+#: What a mean divides by, in FP32; a class, as an integer.
+_TOTAL_BYTES, _CLASS_BYTES = 4, 8
+
+
+def is_unfused(op: Op) -> bool:
+    """Whether it is attention that runs op by op: a kernel for both passes keeps its result."""
+    keeps = op.private_saved_bytes > 0 or bool(op.saves)  # all counts as what it is given, once that is told
+    return op.kind == ATTENTION and keeps and not set(op.outputs) & set(op.saves)
+
+
+def keeps_logits(op: Op, graph: OpGraph) -> bool:
+    """Whether it is a cross entropy of classes, which ours can compute (`numerics.losses`).
+
+    torch's keeps the logarithms of the probabilities, what a mean divides by, and the classes, which count here if they
+    are no tensor of the graph. Label smoothing keeps which of them count besides; probabilities are as large as the
+    logits.
+    """
+    if op.kind != "cross_entropy" or not op.inputs or op.inputs[0] not in graph.tensor_by_id:
+        return False
+    logits, *others = (graph.tensor_by_id[t] for t in op.inputs)
+    if not logits.is_float32 or not logits.requires_grad or len(logits.shape) < 2:
+        return False
+    more = op.private_saved_bytes - 4 * logits.numel
+    as_torch = (_TOTAL_BYTES, _TOTAL_BYTES + _CLASS_BYTES * (logits.numel // max(1, logits.shape[1])))
+    return (more in as_torch or op.inputs[0] in op.saves) and not any(_are_probabilities(t) for t in others)
+
+
+def _are_probabilities(target: TensorSpec) -> bool:
+    return target.is_float32 and len(target.shape) > 1
+
+
+def with_kept_inputs(graph: OpGraph, roots: Roots) -> OpGraph:
+    """The graph where these ops keep what they are given, which is what ours do in a narrow format (`numerics.lean`,
+    `numerics.losses`). As written, attention keeps copies of queries, keys and values, and the sum of scores and a
+    mask, all as large as these, and cross entropy a tensor as large as its logits: they count as these, and no longer
+    among what the op keeps besides."""
+    specs, kept = graph.tensor_by_id, {roots.root_of[t] for op in graph.ops for t in op.saves}
+    ops = []
+    for op in graph.ops:
+        given = op.inputs if is_unfused(op) else op.inputs[:1] if keeps_logits(op, graph) else ()
+        if given:
+            copies = [t for t in given if roots.root_of[t] not in kept and specs[t].is_float32]
+            kept |= {roots.root_of[t] for t in given}
+            private = max(0, op.private_saved_bytes - sum(4 * specs[t].numel for t in copies))
+            op = replace(op, saves=tuple(dict.fromkeys((*op.saves, *given))), private_saved_bytes=private)
+        ops.append(op)
+    return replace(graph, ops=tuple(ops))
