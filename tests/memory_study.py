@@ -58,6 +58,23 @@ class Recurrent(nn.Module):
         return self.head(F.gelu(self.up(self.lstm(self.embed(tokens))[0])))
 
 
+class Attending(nn.Module):
+    """Two layers of attention with dropout, which a CPU computes op by op."""
+
+    def __init__(self, width: int = 64, depth: int = 2) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, width), nn.Linear(width, 256)
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(depth))
+        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for qkv, out in zip(self.qkv, self.out, strict=True):
+            q, k, v = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in qkv(x).chunk(3, -1))
+            x = x + out(F.scaled_dot_product_attention(q, k, v, dropout_p=0.1).transpose(1, 2).flatten(2))
+        return self.head(x)
+
+
 def labels_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
@@ -85,6 +102,7 @@ WORKLOADS: dict[str, Callable[[], tuple[nn.Module, Sequence[Any], Loss]]] = {
     "convolutions": lambda: (Residual(), labelled(16, 3, 32, 32), labels_loss),
     "mlp": lambda: (mlp(), labelled(2048, 64), labels_loss),
     "recurrent": lambda: (Recurrent(), tokens(16, 65), next_token_loss),
+    "dropout": lambda: (Attending(), tokens(16, 65), next_token_loss),
     "vocabulary": lambda: (  # the logits are the largest tensor of a step, and the loss is inside
         Transformer(width=64, depth=1, vocabulary=8192, tied=False),
         tokens(16, 65, vocabulary=8192),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +15,10 @@ from torch import Tensor
 import autoprec
 from autoprec.execution.measuring import saved_bytes
 from autoprec.numerics.lean import attention, dropout, relu_keeping_bits
-from autoprec.numerics.packing import piece_numel
-from autoprec.plans import Plan
+from autoprec.numerics.packing import decode, encode, piece_numel
+from autoprec.plans import Plan, Storage
 from tests.campaigns.ops import same
+from tests.memory_study import PLANS, peak_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -85,6 +88,68 @@ class Block(torch.nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).movedim(-3, 0).transpose(-3, -2)
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1).transpose(-3, -2).flatten(-2)
         return F.dropout(self.out(y), 0.2)
+
+
+class Rounded(torch.autograd.Function):
+    """Attention of `Block`, whose gradient is that of the queries, keys and values rounded to E4M3."""
+
+    @staticmethod
+    def attention(qkv: Tensor) -> Tensor:
+        q, k, v = qkv.unflatten(-1, (3, 2, 8)).movedim(-3, 0).transpose(-3, -2)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1).transpose(-3, -2).flatten(-2)
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor) -> Tensor:
+        ctx.save_for_backward(decode(encode(qkv, "fp8_e4m3"), qkv.dtype), torch.get_rng_state())
+        return Rounded.attention(qkv)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        qkv, state = ctx.saved_tensors
+        with torch.enable_grad(), torch.random.fork_rng(devices=()):
+            torch.set_rng_state(state)
+            leaf = qkv.detach().requires_grad_()
+            return torch.autograd.grad(Rounded.attention(leaf), leaf, grad)[0]
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+def test_what_attention_is_given_is_kept_narrow(fmt: str) -> None:
+    """Bit for bit, and nothing else of the attention is kept than a byte for each number and the state."""
+    torch.manual_seed(0)
+    model, x = Block(), torch.randn(4, 32, 16)
+    oracle = copy.deepcopy(model)
+    op = ":scaled_dot_product_attention#0"
+    roles = (autoprec.Role.OUTPUT, autoprec.Role.GRAD_INPUT)
+    plan = Plan(
+        assignments=tuple(autoprec.Assignment(op=op, role=r, format=fmt, reason="test") for r in roles),
+        storages=(Storage(tensor="qkv:linear#0", format="fp8_e4m3", reason="test"),),
+    )
+    autoprec.compile(model, plan=plan, events=None)
+    torch.manual_seed(1)
+    y = model(x)
+    torch.manual_seed(1)
+    qkv = oracle.qkv(x).to(torch.float32 if fmt == "fp32" else torch.bfloat16)
+    expected = F.dropout(oracle.out(Rounded.apply(qkv).float()), 0.2)
+    assert torch.equal(y, expected)
+    for z in (y, expected):
+        z.square().mean().backward()
+    for found, parameter in zip(model.parameters(), oracle.parameters(), strict=True):
+        assert found.grad is not None and torch.equal(found.grad, parameter.grad)
+    others = 2 * 4 * (4 * 32 * 16)  # what `out` reads, and the factors of the dropout behind it, in FP32
+    held = saved_bytes(lambda: model(x), exclude=[x, *model.parameters()])
+    assert held == 4 * 32 * 48 + torch.get_rng_state().nbytes + others
+
+
+def test_the_peak_of_attention_with_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Narrow, and in FP32, where torch's own runs if what it is given is kept as it is."""
+    policy = tmp_path / "wide.yaml"
+    policy.write_text("version: 1\nname: wide\nformats: [fp32]\nobjective: peak\nstorage: {formats: [fp8_e4m3]}\n")
+    monkeypatch.setitem(PLANS, "wide", (str(policy), None))
+    found = {plan: peak_of("dropout", plan) for plan in ("fp32", "wide", "bf16", "lowest")}
+    for p in found.values():
+        assert p.ratio is not None and abs(p.ratio - 1.0) <= 0.05, p
+    bytes_of = {plan: p.measured or 0 for plan, p in found.items()}
+    assert bytes_of["lowest"] < bytes_of["bf16"] and bytes_of["wide"] < 0.8 * bytes_of["fp32"]
 
 
 def test_a_plan_in_bf16_uses_them_and_draws_what_the_model_draws() -> None:

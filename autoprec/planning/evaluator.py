@@ -184,11 +184,12 @@ class Step:
             f, then = self.copy(saver.unit), p.backward(saver.moment)
             if f != storage:
                 self.seconds += p.cast_seconds(storage, f, saver.numel)
-            if saver.in_pieces is not None:
-                for moment, more in zip((saver.moment, then), saver.in_pieces, strict=True):
-                    self.hold(f"workspace of {p.op_at(moment)}", "workspace", moment, moment, more)
-            elif f != storage:
-                self.hold(f"{t.id} read again", "read again", then, then, saver.numel * bytes_of(f))
+                size = 0 if saver.in_pieces else saver.numel * bytes_of(f)
+                self.hold(f"{t.id} read again", "read again", then, then, size)
+            if f == "fp32":
+                self.saved -= saver.spared
+                for kind, first, last, more in p.apart(saver):  # of the kind that it is more, or fewer, of
+                    self.hold_phases(f"{kind} of {p.op_at(saver.moment)}", kind, first, last, more)
         for moment in t.masks:
             self.hold(f"mask of {t.id}", "masks", moment, p.backward(moment), t.mask_bytes)
             self.saved += t.mask_bytes

@@ -188,12 +188,17 @@ class Program(Holding):
         maker = copy_of(t.stored_by[1])
         self._one_of(binary, maker, {f: p.cast_seconds(f, storage, t.numel) for f in self.formats(maker)})
         for saver in t.others:
-            read, then = self._read(binary, storage, copy_of(saver.unit), saver.numel), p.backward(saver.moment)
-            if saver.in_pieces is None:
-                self.workspace.setdefault(p.phase(then), []).extend(read)
+            read = self._read(binary, storage, copy_of(saver.unit), saver.numel)
+            if not saver.in_pieces:
+                self.workspace.setdefault(p.phase(p.backward(saver.moment)), []).extend(read)
+            apart = [held for held in p.apart(saver) if held[-1]]
+            if not apart:
                 continue
-            for at, more in zip((saver.moment, then), saver.in_pieces, strict=True):
-                self.workspace.setdefault(p.phase(at), []).append((Linear().add(binary), more))
+            wide = self.all_of([Linear().add(binary), self.is_in(copy_of(saver.unit), "fp32")])
+            self.charged(wide, -self._byte * saver.spared)
+            for _, first, last, more in apart:
+                for phase in range(first, last + 1):
+                    self.workspace.setdefault(phase, []).append((wide, more))
 
     def _read(self, binary: int, storage: str, unit: int | None, numel: int) -> list[_Held]:
         """What reading a narrow copy in the unit's format costs, if it is there; what it makes."""

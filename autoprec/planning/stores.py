@@ -102,16 +102,19 @@ class Stores:
 
     def _others(self, op: Op, root: str, moment: int, unit: int | None) -> list[Saver]:
         """What an op that is no GEMM keeps of a tensor; nothing if that must be kept as it is."""
-        if self._changes(op) or is_unfused(op):  # which in FP32 keeps copies of what it is given, not these
+        if self._changes(op):
             return []
-        found = []
-        own = (*op.inputs[:3], *op.outputs) if op.kind == ATTENTION else op.saves
+        found, unfused, logits = [], is_unfused(op), keeps_logits(op, self._graph)
+        own = (*op.inputs[:3], *(() if unfused else op.outputs)) if op.kind == ATTENTION else op.saves
         for t in dict.fromkeys(t for t in own if self._roots.root_of[t] == root):
-            spec, logits = self._graph.tensor_by_id[t], keeps_logits(op, self._graph) and t == op.inputs[0]
-            priced = self._of_logits if logits else self._of_attention if op.kind == ATTENTION else None
+            spec, of_logits = self._graph.tensor_by_id[t], logits and t == op.inputs[0]
+            priced = self._of_logits if of_logits else self._of_attention if op.kind == ATTENTION else None
             noise = self._prices.saver_noise(op, t) if priced is None else priced(op, t)
             if not spec.is_float32 or not noise:
                 return []
+            # What does not depend on which of queries, keys and values is kept narrow counts with the queries.
+            first = unfused and t == op.inputs[0]
+            spared, again = self._workspaces.made_again(op) if first else (0, 0)
             found.append(
                 Saver(
                     moment=moment,
@@ -119,7 +122,9 @@ class Stores:
                     numel=spec.numel,
                     noise=tuple(noise.items()),
                     reached=self._reached(op, t, self._passing.get(moment, ())),
-                    in_pieces=self._workspaces.in_pieces(op) if logits else None,
+                    in_pieces=of_logits,
+                    workspace=self._workspaces.in_pieces(op) if of_logits else (0, again),
+                    spared=spared,
                 )
             )
         return found

@@ -117,9 +117,9 @@ class Tabulated(Recorder):
         for k, saver in enumerate(t.others):
             noise = self._vector((f, saver.noise_in(f)) for f in dict.fromkeys(f for f, _ in saver.noise))
             then, place = p.phase(p.backward(saver.moment)), propagation.saver(index, k)
-            pieces = [p.phase(saver.moment), *(saver.in_pieces or (0, 0))]
-            whole = saver.in_pieces is None
-            self._record("other", [storage, of(saver.unit)], (whole,), [saver.numel, then, place, *pieces, *noise])
+            apart = [figure for _, *held in p.apart(saver) for figure in held]
+            figures = [saver.numel, then, place, saver.spared, *apart, *noise]
+            self._record("other", [storage, of(saver.unit)], (saver.in_pieces,), figures)
 
     def _uses(self, t: PlanTensor, storage: int | None) -> None:
         """One table for a tensor, or several for a few of its readers each."""
@@ -253,18 +253,20 @@ class Tabulated(Recorder):
         return self._group(scopes, entries, seconds, size + masks * masked, held=tuple(held))
 
     def _others(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
-        (storage, unit), whole = pattern.reads
+        (storage, unit), in_pieces = pattern.reads
         kept, read = entries.format(storage), self._copy[entries.format(unit)]
         casts = (kept >= 0) & (kept != read)
-        numel, (then, place, now) = figures[0], (figures[k].astype(np.int64) for k in (1, 2, 3))
+        numel, then, place, spared = figures[0], figures[1].astype(np.int64), figures[2].astype(np.int64), figures[3]
         seconds = np.where(casts, self._cast(np.where(casts, kept, read), read, numel), 0.0)
         sizes = numel[:, None] * np.array(self._sizes, np.float64)[read] * casts
-        held: tuple[Held, ...] = (Held(sizes, then, then),)
-        if not whole:
-            more = [figures[k][:, None] * (kept >= 0) for k in (4, 5)]
-            held = (Held(more[0], now, now), Held(more[1], then, then))
-        noise = summed(self._any([kept], entries.count), figures[6 : 6 + self._formats])
-        return self._group(scopes, entries, seconds, held=held, rounding=Noise(place, noise))
+        held = [] if in_pieces else [Held(sizes, then, then)]
+        wide = (kept >= 0) & (read == 0)
+        for first, last, more in (figures[k : k + 3] for k in (4, 7, 10)):
+            held.append(Held(more[:, None] * wide, first.astype(np.int64), last.astype(np.int64)))
+        noise = summed(self._any([kept], entries.count), figures[13 : 13 + self._formats])
+        return self._group(
+            scopes, entries, seconds, -spared[:, None] * wide, held=tuple(held), rounding=Noise(place, noise)
+        )
 
     # GEMMs and nodes
 

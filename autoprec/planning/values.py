@@ -103,8 +103,10 @@ class Saver:
         noise: by storage, the relative variance that the rounding adds to the gradient that the op passes on.
         reached: (variance, share) as in `GradientNode.inputs`: where the rounding is added. A product of two tensors
             reads one of them for the gradient of the other.
-        in_pieces: where it reads a narrow copy a piece at a time, and not the whole of it again: bytes of workspace
-            that it then takes more in its forward and its backward pass than otherwise, below 0 for fewer.
+        in_pieces: whether it reads a narrow copy a piece at a time, and not the whole of it again.
+        workspace: in FP32, bytes of workspace that it takes more in its forward and its backward pass where the tensor
+            is kept narrow, below 0 for fewer.
+        spared: in FP32, bytes that it holds from the one to the other only where the tensor is kept as it is.
     """
 
     moment: int
@@ -112,7 +114,9 @@ class Saver:
     numel: int
     noise: tuple[tuple[str, float], ...]
     reached: tuple[tuple[int, float], ...] = ()
-    in_pieces: tuple[int, int] | None = None
+    in_pieces: bool = False
+    workspace: tuple[int, int] = (0, 0)
+    spared: int = 0
 
     def noise_in(self, storage: str | None) -> float:
         """The relative variance under a storage; 0.0 for None, as it is."""
@@ -442,6 +446,13 @@ class Problem(Phases):
     def storable(self) -> tuple[int, ...]:
         """Tensors whose storage is decided."""
         return tuple(i for i, t in enumerate(self.tensors) if t.storages)
+
+    def apart(self, saver: Saver) -> Iterator[tuple[str, int, int, int]]:
+        """(kind, first phase, last phase, bytes) of what a saver in FP32 holds more where the tensor is kept narrow."""
+        then = self.backward(saver.moment)
+        for moment, more in zip((saver.moment, then), saver.workspace, strict=True):
+            yield "workspace", self.phase(moment), self.phase(moment), more
+        yield "statistics", self.phase(saver.moment) + 1, self.phase(then) - 1, -saver.spared
 
     @cached_property
     def savers_at(self) -> dict[int, tuple[tuple[int, Saver], ...]]:

@@ -48,10 +48,15 @@ class Workspaces:
             size += 4 * (weights + activations)
         return size, 0
 
+    def made_again(self, op: Op) -> tuple[int, int]:
+        """`Saver.spared`, and `Saver.workspace` of the backward pass, of attention that runs op by op: ours makes all
+        again there that torch's keeps, copies of what it is given and what it takes on the way among it."""
+        now, then = self.of(op, Role.OUTPUT, "fp32", 0)
+        return op.private_saved_bytes * op.calls, max(now, then + self._copied[op.id] * op.calls) - then
+
     def in_pieces(self, op: Op) -> tuple[int, int]:
-        """What a cross entropy that keeps its logits narrow takes more, forward and backward, than torch's: see
-        `Saver.in_pieces`. Of a few rows it holds the logarithms of their probabilities; in the backward pass three
-        tensors of so many."""
+        """`Saver.workspace` of a cross entropy. Ours, which goes a few rows at a time, holds the logarithms of their
+        probabilities, and in its backward pass three tensors of so many."""
         logits = self._graph.tensor_by_id[op.inputs[0]]
         row = logits.numel // max(1, logits.shape[0])
         piece = 4 * min(logits.numel, max(row, PIECE_NUMEL[self._device.type] // max(1, row) * row))

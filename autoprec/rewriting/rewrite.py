@@ -26,7 +26,7 @@ from torch import fx
 
 from autoprec.errors import PlanError
 from autoprec.formats import is_operands_only, is_scaled, result_format
-from autoprec.graphs import OpClass, Role, shared_path
+from autoprec.graphs import ATTENTION, OpClass, Role, shared_path
 from autoprec.numerics.casts import cast, enter_region, leave_region, saturating_cast
 from autoprec.numerics.contractions import Contraction, weighted_product
 from autoprec.numerics.dtypes import dtype_of
@@ -304,6 +304,8 @@ class _Rewriter(Storing):
     def copy_main(self, op: OpNode, transform: Callable[[fx.Node], fx.Node]) -> fx.Node:
         """A copy of the op itself, which may keep tensors for its backward pass."""
         self.main = self.copy(op.node, transform)
+        if op.kind == ATTENTION and any(self._stored(tensor) for _, tensor in op.inputs[:3]):
+            self.main.target = lean(self.main.target)  # torch's own may keep copies, and not what it is given
         return self.main
 
     def visit_inplace(self, op: OpNode, changed: fx.Node) -> None:
@@ -363,7 +365,7 @@ class _Rewriter(Storing):
 
     def _kernel_of_two_formats(self, op: OpNode, formats: dict[Role, str], region: int | None) -> fx.Node:
         dropout = op.node.kwargs.get("dropout_p", op.node.args[4] if len(op.node.args) > 4 else 0.0)
-        if op.kind == "scaled_dot_product_attention" and dropout != 0.0:
+        if op.kind == ATTENTION and dropout != 0.0:
             raise PlanError(
                 f"the plan gives the gradients of {op.id} a format of their own, but it drops out ({dropout}): when it"
                 " runs again for them it would drop others; give both roles one format"

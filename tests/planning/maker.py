@@ -117,6 +117,12 @@ class Maker:
         return self.op("layer_norm", OpClass.NORM, (x, scale), shape, saves=(x, scale), weights=(f"{fqn}.weight",),
                        private=8 * shape[0], fqn=fqn)  # fmt: skip
 
+    def unfused_attention(self, queries: str, keys: str, values: str) -> str:
+        """Op by op: it keeps copies of what it is given, and more."""
+        rows, width = self.tensors[queries].shape
+        given, private = (queries, keys, values), 4 * rows * (3 * width + 2 * rows)
+        return self.op("scaled_dot_product_attention", OpClass.GEMM, given, (rows, width), private=private)
+
     def cross_entropy(self, x: str) -> str:
         """Of classes; as torch's, it keeps the logarithms of the probabilities and a sum."""
         rows, width = self.tensors[x].shape

@@ -82,7 +82,11 @@ def random_graph(rng: np.random.Generator) -> tuple[Maker, OpGraph]:
         else:
             out = make.op("gelu", OpClass.POINTWISE, (x,), shape, saves=(x,))
         live.append(out)
-    if rng.spawn(1)[0].random() < 0.3:
+    ends = rng.spawn(1)[0]
+    if ends.random() < 0.3:
+        queries, keys, values = (live[int(ends.integers(len(live)))] for _ in range(3))
+        live.append(make.unfused_attention(queries, keys, values))
+    if ends.random() < 0.3:
         live.append(make.cross_entropy(live[-1]))
     checkpoint_some(make, rng.spawn(1)[0])
     return make, make.graph(live[-1])
