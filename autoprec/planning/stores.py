@@ -102,9 +102,10 @@ class Stores:
 
     def _others(self, op: Op, root: str, moment: int, unit: int | None) -> list[Saver]:
         """What an op that is no GEMM keeps of a tensor; nothing if that must be kept as it is."""
-        if self._changes(op):
+        unfused, logits = is_unfused(op), keeps_logits(op, self._graph)
+        if self._changes(op) or (unfused and self._graph.compiled):  # compilers keep the probabilities
             return []
-        found, unfused, logits = [], is_unfused(op), keeps_logits(op, self._graph)
+        found = []
         own = (*op.inputs[:3], *(() if unfused else op.outputs)) if op.kind == ATTENTION else op.saves
         for t in dict.fromkeys(t for t in own if self._roots.root_of[t] == root):
             spec, of_logits = self._graph.tensor_by_id[t], logits and t == op.inputs[0]
