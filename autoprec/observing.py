@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -86,7 +86,7 @@ class Observations:
         if self._structure is not None or self.graph is None:
             return {"apart": True}
         known = self.graph.tensor_by_id
-        return {"unused": {i for i, t in _outputs(binding) if t in known and known[t].is_unused}}
+        return {"unused": {i for i, t in binding.outputs if t in known and known[t].is_unused}}
 
     def expect(self, slot: Slot, arguments: Sequence[Any]) -> tuple[OpGraph, dict[str, TimingCase]]:
         """The graph of all slots that were asked about in this step, and a call of each distinct op; nothing runs.
@@ -210,7 +210,7 @@ def describe_graph(
     outputs: dict[str, bool] = {}
     told: list[tuple[Binding, set[int] | None]] = [*seen, *((b, None) for b in bindings if id(b) not in known)]
     for binding, indices in told:
-        for i, tensor in _outputs(binding):
+        for i, tensor in binding.outputs:
             outputs[tensor] = outputs.get(tensor, False) or indices is None or i in indices
     return structure.graph(
         model=type(model).__name__,
@@ -221,11 +221,3 @@ def describe_graph(
         bindings=bindings,
         compiled=lowering.compiles,
     )
-
-
-def _outputs(binding: Binding) -> Iterator[tuple[int, str]]:
-    """What a graph returns: place and tensor id."""
-    for node in binding.template.flat.graph.nodes:
-        if node.op == "output":
-            returned = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
-            yield from ((i, binding.tensor_id[n]) for i, n in enumerate(returned) if n in binding.tensor_id)

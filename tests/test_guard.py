@@ -294,10 +294,11 @@ def test_whoever_comes_after_the_gradient_cannot_hide_it(at: str, how: str) -> N
         sick.register_post_accumulate_grad_hook(healed)
     for step in range(6):
         poison[0] = step == 5
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 256)).square().mean()
         if step == 5 and how == "late hook":
             sick.register_post_accumulate_grad_hook(healed)
-        optimizer.zero_grad()
-        model(torch.randn(8, 256)).square().mean().backward()
+        loss.backward()
         if how == "clip":
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if how == "zero":

@@ -54,7 +54,7 @@ class _Step:
 
 
 _steps: dict[int, _Step] = {}
-_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+_listeners: list[weakref.ref[StepListener]] = []
 _handles: list[RemovableHandle] = []
 _scaler_methods: dict[str, Any] = {}
 _stepped: set[int] = set()
@@ -66,12 +66,18 @@ def listen(listener: StepListener) -> None:
     """Tell `listener` about every optimizer step from now on."""
     if not _listeners:
         _install()
-    _listeners.add(listener)
+    _listeners.append(weakref.ref(listener, _unlisten))
 
 
 def unlisten(listener: StepListener) -> None:
     """Stop; the hooks are removed with the last listener."""
-    _listeners.discard(listener)
+    for known in [known for known in tuple(_listeners) if known() is listener]:
+        _unlisten(known)
+
+
+def _unlisten(known: weakref.ref[StepListener]) -> None:
+    if known in _listeners:
+        _listeners.remove(known)
     if not _listeners:
         _remove()
 
@@ -129,7 +135,8 @@ def _remove() -> None:
 
 
 def _owners(optimizer: Optimizer) -> list[StepListener]:
-    return [listener for listener in list(_listeners) if listener.owns(optimizer)]
+    there = [listener for known in tuple(_listeners) if (listener := known()) is not None]
+    return [listener for listener in there if listener.owns(optimizer)]
 
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ __all__ = [
     "GradientWatch",
     "OptimizerSnapshot",
     "PutAside",
+    "all_are_fine",
     "calls_closure_once",
     "is_torchs_own",
     "squares_gradients",
@@ -34,25 +36,33 @@ class GradientWatch:
     """Watches the gradients of a model's parameters. Mutable; owned by the session.
 
     Attributes:
-        fresh: FQNs of the parameters that received a gradient since the last `clear`.
-        bad: FQNs of those among them that were non-finite (known at the end of the backward pass on a CPU; after
-            `verdict` elsewhere).
+        bad: FQNs of the parameters with a gradient that was non-finite (known at the end of the backward pass on a CPU;
+            after `verdict` elsewhere).
         large: FQNs of those that were finite, and so large that FP32 (of FP64 gradients, FP64) does not hold the sum
             of their squares: second moments of an optimizer would be infinite.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.fresh: set[str] = set()
         self.bad: set[str] = set()
         self.large: set[str] = set()
-        self._pending: list[tuple[str, Tensor]] = []
-        self._task = -1
+        self._fresh: set[str] = set()
+        #: FQNs of what has arrived and was not looked at, and the backward pass in progress. autograd keeps hooks where
+        #: the garbage collector cannot see them: they hold these, and not the parameters.
+        self._arrived: list[str] = []
+        self._task = [_NO_TASK - 1]
+        self._shared: set[str] = set()
         self._norms: list[tuple[str, tuple[Tensor, Tensor]]] = []
         self._judged: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._unwatched = dict(parameters)
         self._parameters = dict(parameters)
         self.look_for_new()
+
+    @property
+    def fresh(self) -> set[str]:
+        """FQNs of the parameters that received a gradient since the last `clear`."""
+        self._fresh.update(self._arrived)
+        return self._fresh
 
     def look_for_new(self) -> None:
         """Watch the parameters that became trainable since the last look."""
@@ -66,35 +76,44 @@ class GradientWatch:
         return bool(self.fresh) and all(self._parameters[f].grad is None for f in self.fresh)
 
     def _hook(self, fqn: str) -> Any:
-        # autograd keeps these hooks where the garbage collector cannot see them: they must not hold the parameters.
-        weak_self = weakref.ref(self)
+        weak_self, arrived, task, shared = weakref.ref(self), self._arrived, self._task, self._shared
+        current = torch._C._current_graph_task_id
 
-        def arrived(p: Tensor) -> None:
-            if (watch := weak_self()) is not None:
-                watch.fresh.add(fqn)
-                if (g := p.grad) is not None:
-                    watch._arrived(fqn, g, alone=len(p._post_accumulate_grad_hooks) == 1)  # type: ignore[attr-defined]
+        def hook(_: Tensor) -> None:  # one for each parameter in each step, so it does next to nothing
+            arrived.append(fqn)
+            if (current() != task[0] or fqn in shared) and (watch := weak_self()) is not None:
+                watch._begins(fqn)
 
-        return arrived
+        return hook
 
-    def _arrived(self, fqn: str, g: Tensor, *, alone: bool) -> None:
-        """It is looked at when the backward pass ends, before the user's next line; at once where somebody else has a
-        hook that may change it."""
-        self._pending.append((fqn, g))
+    def _begins(self, fqn: str) -> None:
+        """Gradients are looked at when the backward pass ends, before the user's next line; those of parameters that
+        have hooks of somebody else's, which may change them, at once."""
         task = torch._C._current_graph_task_id()
-        if not alone or task == -1:
+        if task == _NO_TASK:
             self.look()
-        elif task != self._task:  # one of a pass that died has not been called
-            self._task = task
+            return
+        if task != self._task[0]:  # one of a pass that died has not been called
+            self._task[0] = task
             torch.autograd.Variable._execution_engine.queue_callback(self.look)  # type: ignore[no-untyped-call]
+            self._shared.clear()
+            watched = (f for f in self._parameters if f not in self._unwatched)
+            self._shared.update(f for f in watched if len(_hooks(self._parameters[f])) > 1)
+        if fqn in self._shared:
+            self.look()
 
     def look(self) -> None:
         """At the gradients that have arrived and were not looked at yet. Together, because the code that looks is out
         of the caches each time (docs/measurements/overhead.md); the latest first, which are in them still."""
-        pending, self._pending = self._pending, []
+        names = self._arrived[::-1]
+        self._arrived.clear()
+        self._fresh.update(names)
+        pending = [(fqn, g) for fqn in names if (g := self._parameters[fqn].grad) is not None]
+        if all_are_fine([g for _, g in pending]):
+            return
         elsewhere: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
-        for fqn, g in reversed(pending):
-            if g.is_cpu and g.layout is torch.strided and _is_fine(g):
+        for fqn, g in pending:
+            if _is_plain(g) and all_are_fine([g]):
                 continue
             values = _values(g)
             if values.numel() and not values.is_cpu:
@@ -143,10 +162,10 @@ class GradientWatch:
 
     def clear(self) -> None:
         """A new step begins."""
-        self.fresh.clear()
+        self._arrived.clear()
+        self._fresh.clear()
         self.bad.clear()
         self.large.clear()
-        self._pending = []
         self._norms = []
         self._judged.clear()
 
@@ -158,19 +177,44 @@ class GradientWatch:
         self._unwatched = dict(self._parameters)
 
 
-#: Elements up to which a norm costs as much as a sum on a CPU; of a million it costs twice as much or more.
+#: Outside of any backward pass.
+_NO_TASK = -1
+
+#: Elements up to which the call takes longer than the reading: such gradients are looked at in one call.
 _SHORT = 1 << 12
+
+#: Where squares are added up in the numbers' own dtype: by the kernel that reads fastest.
+_WIDE = (torch.float32, torch.float64)
 
 #: Numbers whose squares leave FP32 sum up to more than this, also where they cancel: to their rounding errors.
 _LARGE_SUM = 1e6
 
 
-def _is_fine(g: Tensor) -> bool:
-    """Whether one read shows that all is finite and far from too large; if not, the norm has to be looked at."""
-    if g.dtype.is_complex:
-        return False
-    found = torch.linalg.vector_norm(g) if g.numel() <= _SHORT else g.sum()
-    return -_LARGE_SUM <= found.item() <= _LARGE_SUM
+def all_are_fine(grads: Sequence[Tensor]) -> bool:
+    """Whether one read of each shows that all is finite and not too large; if not, norms have to be looked at."""
+    short: dict[torch.dtype, list[Tensor]] = {}
+    for g in grads:
+        if not _is_plain(g):
+            return False
+        if g.numel() <= _SHORT:
+            short.setdefault(g.dtype, []).append(g)
+        elif g.dtype in _WIDE and g.is_contiguous():
+            flat = g.view(-1)
+            if not math.isfinite(torch.dot(flat, flat).item()):
+                return False
+        elif not -_LARGE_SUM <= g.sum().item() <= _LARGE_SUM:
+            return False
+    together = (torch.stack(torch._foreach_norm(these)).sum().item() for these in short.values())
+    return all(map(math.isfinite, together))
+
+
+def _is_plain(g: Tensor) -> bool:
+    return g.is_cpu and g.layout is torch.strided and g.is_floating_point()
+
+
+def _hooks(p: Tensor) -> Mapping[int, Any]:
+    """All that are called when a parameter's gradient is complete."""
+    return p._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
 
 
 def _summed_in(values: Tensor) -> torch.dtype:
@@ -235,20 +279,26 @@ class BufferSnapshot:
         self._takes = 0
         self._constant: dict[str, int] = {}
         self._copies: dict[str, tuple[Tensor, Tensor]] = {}
-        self._known = list[tuple[str, nn.Module, list[nn.Module | None]]]()
+        self._names: list[str] = []
+        self._own: list[Mapping[str, Tensor | None]] = []
+        self._children: list[Mapping[str, nn.Module | None]] = []
+        self._seen: list[Mapping[str, nn.Module | None]] = []
 
     def _buffers(self) -> dict[str, Tensor]:
         """As `named_buffers`, but the tree of modules is walked again only where it has changed."""
         model = self._model()
         if model is None:
             return {}
-        if not self._known or any(list(m._modules.values()) != children for _, m, children in self._known):
-            named = model.named_modules()
-            self._known = [(f"{name}." if name else "", m, list(m._modules.values())) for name, m in named]
+        if not self._names or self._children != self._seen:
+            named = dict(model.named_modules())
+            self._names = [f"{name}." if name else "" for name in named]
+            self._own = [m._buffers for m in named.values()]
+            self._children = [m._modules for m in named.values()]
+            self._seen = [dict(children) for children in self._children]
         found: dict[str, Tensor] = {}
         seen = set[int]()
-        for prefix, m, _ in self._known:
-            for key, b in m._buffers.items():
+        for prefix, own in compress(zip(self._names, self._own, strict=True), self._own):  # few modules have any
+            for key, b in own.items():
                 if b is not None and id(b) not in seen:
                     seen.add(id(b))
                     found[f"{prefix}{key}"] = b

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -105,6 +106,13 @@ class Binding:
     def op_of(self) -> dict[fx.Node, OpNode]:
         """Node → op."""
         return {op.node: op for op in self.ops}
+
+    @cached_property
+    def outputs(self) -> tuple[tuple[int, str], ...]:
+        """What the graph returns: place and tensor id."""
+        returned = self.template.flat.graph.output_node().args[0]
+        results = returned if isinstance(returned, (tuple, list)) else (returned,)
+        return tuple((i, self.tensor_id[n]) for i, n in enumerate(results) if n in self.tensor_id)
 
 
 class _Owner:

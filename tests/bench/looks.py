@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Generator, Tensor, nn
 
-from autoprec.execution.guard import _is_fine
+from autoprec.execution.guard import all_are_fine
 from tests.bench.measure import calibrate, one_thread
 from tests.bench.overhead import Training
 from tests.bench.workloads import chosen
@@ -60,7 +60,7 @@ class Looking:
 
 def look_at(gradients: list[Tensor]) -> None:
     """In this order, as the guard does."""
-    assert all([_is_fine(g) for g in gradients])
+    assert all_are_fine(gradients)
 
 
 def latest_first(gradients: list[Tensor]) -> None:
