@@ -50,9 +50,13 @@ class Workspaces:
 
     def made_again(self, op: Op) -> tuple[int, int]:
         """`Saver.spared`, and `Saver.workspace` of the backward pass, of attention that runs op by op: ours makes all
-        again there that torch's keeps, copies of what it is given and what it takes on the way among it."""
-        now, then = self.of(op, Role.OUTPUT, "fp32", 0)
-        return op.private_saved_bytes * op.calls, max(now, then + self._copied[op.id] * op.calls) - then
+        again there that torch's keeps, copies of what it is given among it, and its result; and takes on the way what
+        it takes forward, before there are gradients of what it is given."""
+        specs = self._graph.tensor_by_id
+        now, (then, _) = self.of(op, Role.OUTPUT, "fp32", 0)[0], self.of(op, Role.GRAD_INPUT, "fp32", 0)
+        gradients = sum(4 * specs[t].numel for t in dict.fromkeys(op.inputs) if specs[t].requires_grad)
+        made = self._copied[op.id] * op.calls + 4 * specs[op.outputs[0]].numel
+        return op.private_saved_bytes * op.calls, max(now - gradients, then + made) - then
 
     def in_pieces(self, op: Op) -> tuple[int, int]:
         """`Saver.workspace` of a cross entropy. Ours, which goes a few rows at a time, holds the logarithms of their
