@@ -175,12 +175,12 @@ def peak_of(name: str, plan: str) -> Peak:
     )
 
 
-def peaks(names: Sequence[str]) -> Iterator[Peak]:
+def peaks(names: Sequence[str], plans: Sequence[str] = tuple(PLANS)) -> Iterator[Peak]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for name in names:
-            for plan in PLANS:
+            for plan in plans:
                 yield peak_of(name, plan)
     finally:
         torch.set_num_threads(threads)
