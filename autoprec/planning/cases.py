@@ -123,7 +123,7 @@ class _Check:
             here = (*at, "others", k)
             self.index((*here, "moment"), saver.moment, self.ops, "moment")
             self.unit_index((*here, "unit"), saver.unit)
-            self.amounts(here, saver, "numel")
+            self.amounts(here, saver, "numel", "spared")
             self.energies((*here, "noise"), saver.noise)
             self.shares((*here, "reached"), saver.reached)
 
