@@ -20,7 +20,10 @@ from torch import Tensor, nn
 
 import autoprec
 from autoprec.execution.measuring import peak_bytes
+from autoprec.planning.evaluator import evaluate
 from autoprec.planning.problem import fixed_bytes
+from autoprec.planning.proposals import Proposals
+from autoprec.planning.solutions import Choice, Solution
 from autoprec.serial import load_policy
 from tests.models import Transformer, language_loss
 
@@ -58,21 +61,22 @@ class Recurrent(nn.Module):
         return self.head(F.gelu(self.up(self.lstm(self.embed(tokens))[0])))
 
 
-class Attending(nn.Module):
-    """Two layers of attention with dropout, which a CPU computes op by op."""
+class Attends(nn.Module):
+    """Attention that drops out, with queries, keys and values of one product or of three."""
 
-    def __init__(self, width: int = 64, depth: int = 2) -> None:
+    def __init__(self, fused: bool) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(256, width), nn.Linear(width, 256)
-        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(depth))
-        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.made = nn.ModuleList([nn.Linear(64, 192)] if fused else [nn.Linear(64, 64) for _ in range(3)])
+        self.out = nn.Linear(64, 64)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for qkv, out in zip(self.qkv, self.out, strict=True):
-            q, k, v = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in qkv(x).chunk(3, -1))
-            x = x + out(F.scaled_dot_product_attention(q, k, v, dropout_p=0.1).transpose(1, 2).flatten(2))
-        return self.head(x)
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            made = torch.cat([m(x) for m in self.made], -1) if len(self.made) == 1 else [m(x) for m in self.made]
+            parts = made.chunk(3, -1) if isinstance(made, Tensor) else made
+            q, k, v = (p.unflatten(-1, (4, 16)).transpose(1, 2) for p in parts)
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+            x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x.square().mean()
 
 
 def labels_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -102,7 +106,7 @@ WORKLOADS: dict[str, Callable[[], tuple[nn.Module, Sequence[Any], Loss]]] = {
     "convolutions": lambda: (Residual(), labelled(16, 3, 32, 32), labels_loss),
     "mlp": lambda: (mlp(), labelled(2048, 64), labels_loss),
     "recurrent": lambda: (Recurrent(), tokens(16, 65), next_token_loss),
-    "dropout": lambda: (Attending(), tokens(16, 65), next_token_loss),
+    "dropout": lambda: (Attends(True), [torch.randn(16, 48, 64) for _ in range(3)], lambda m, x: m(x)),
     "vocabulary": lambda: (  # the logits are the largest tensor of a step, and the loss is inside
         Transformer(width=64, depth=1, vocabulary=8192, tied=False),
         tokens(16, 65, vocabulary=8192),
@@ -173,6 +177,39 @@ def peak_of(name: str, plan: str) -> Peak:
         measured=measured,
         budget=None if limit is None else limit - fixed,
     )
+
+
+def predicted_and_measured(
+    model: nn.Module, batches: list[Tensor], loss: Callable[[nn.Module, Tensor], Tensor], plan: str
+) -> tuple[int, int]:
+    """Of a step under a plan, beyond what is there anyway."""
+    torch._dynamo.reset()
+    policy = load_policy(PLANS[plan][0]).replaced(calibration={"steps": 3})
+    if plan == "fp32":
+        policy = policy.replaced(formats=("fp32",), rules=(), storage={"formats": ()})
+    autoprec.compile(model, policy=policy, batches=batches, loss_fn=loss, events=None)
+    session = autoprec.session(model)
+    assert session.plan is not None and session.plan.predicted is not None and session.graph is not None
+
+    def step() -> None:
+        loss(model, batches[0]).backward()
+        session.step()
+
+    step()
+    step()
+    return session.plan.predicted.peak_bytes - fixed_bytes(session.graph), peak_bytes(step, torch.device("cpu"))
+
+
+def peaks_under(model: nn.Module, proposals: Proposals, choice: Choice, batch: Tensor) -> tuple[int, int]:
+    """The peak of the second step under a choice, beyond what is there anyway."""
+    evaluation = evaluate(proposals.problem, choice)
+    plan = proposals.decisions(Solution(choice=choice, evaluation=evaluation, bound=0.0))
+    autoprec.unwrap(model)
+    autoprec.compile(model, plan=plan, events=None)
+    for _ in range(2):
+        model(batch).backward()
+    measured = peak_bytes(lambda: model(batch).backward(), torch.device("cpu"))
+    return measured, evaluation.peak_bytes - proposals.problem.fixed_bytes
 
 
 def peaks(names: Sequence[str], plans: Sequence[str] = tuple(PLANS)) -> Iterator[Peak]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from autoprec.numerics.lean import attention, dropout, relu_keeping_bits
 from autoprec.numerics.packing import decode, encode, piece_numel
 from autoprec.plans import Plan, Storage
 from tests.campaigns.ops import same
-from tests.memory_study import PLANS, peak_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -138,18 +136,6 @@ def test_what_attention_is_given_is_kept_narrow(fmt: str) -> None:
     others = 2 * 4 * (4 * 32 * 16)  # what `out` reads, and the factors of the dropout behind it, in FP32
     held = saved_bytes(lambda: model(x), exclude=[x, *model.parameters()])
     assert held == 4 * 32 * 48 + torch.get_rng_state().nbytes + others
-
-
-def test_the_peak_of_attention_with_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Narrow, and in FP32, where torch's own runs if what it is given is kept as it is."""
-    policy = tmp_path / "wide.yaml"
-    policy.write_text("version: 1\nname: wide\nformats: [fp32]\nobjective: peak\nstorage: {formats: [fp8_e4m3]}\n")
-    monkeypatch.setitem(PLANS, "wide", (str(policy), None))
-    found = {plan: peak_of("dropout", plan) for plan in ("fp32", "wide", "bf16", "lowest")}
-    for p in found.values():
-        assert p.ratio is not None and abs(p.ratio - 1.0) <= 0.05, p
-    bytes_of = {plan: p.measured or 0 for plan, p in found.items()}
-    assert bytes_of["lowest"] < bytes_of["bf16"] and bytes_of["wide"] < 0.8 * bytes_of["fp32"]
 
 
 def test_a_plan_in_bf16_uses_them_and_draws_what_the_model_draws() -> None:

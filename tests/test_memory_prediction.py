@@ -16,17 +16,16 @@ from autoprec.devices import Device
 from autoprec.execution.measuring import peak_bytes, releasing_workspace_bytes, saved_bytes, workspace_bytes
 from autoprec.graphs import OpClass, Role
 from autoprec.numerics.dtypes import native_formats
-from autoprec.planning.evaluator import Step, evaluate
+from autoprec.planning.evaluator import Step
 from autoprec.planning.planner import ask, propose
 from autoprec.planning.problem import fixed_bytes
-from autoprec.planning.proposals import Proposals
-from autoprec.planning.solutions import Choice, Solution
+from autoprec.planning.solutions import Choice
 from autoprec.planning.uniform import uniform_choice
 from autoprec.serial import load_policy
 from tests.bench.measure import calibrate, one_thread
 from tests.bench.mixtures import ratios
 from tests.bench.workloads import WORKLOADS as BENCH
-from tests.memory_study import PLANS, WORKLOADS, Peak, peak_of, peaks
+from tests.memory_study import WORKLOADS, Peak, peak_of, peaks, peaks_under, predicted_and_measured
 
 CPU = torch.device("cpu")
 
@@ -284,100 +283,6 @@ def test_who_has_the_gradient_of_a_sum_is_known() -> None:
             options[unit] = problem.units[unit].options.index(f)
         measured, predicted = peaks_under(model, proposals, Choice(options=tuple(options)), batches[0])
         assert abs(predicted / measured - 1.0) <= (0.1 if EMULATED else 0.02), (formats, predicted, measured)
-
-
-def peaks_under(model: nn.Module, proposals: Proposals, choice: Choice, batch: torch.Tensor) -> tuple[int, int]:
-    """The peak of the second step under a choice, beyond what is there anyway."""
-    evaluation = evaluate(proposals.problem, choice)
-    plan = proposals.decisions(Solution(choice=choice, evaluation=evaluation, bound=0.0))
-    autoprec.unwrap(model)
-    autoprec.compile(model, plan=plan, events=None)
-    for _ in range(2):
-        model(batch).backward()
-    measured = peak_bytes(lambda: model(batch).backward(), CPU)
-    return measured, evaluation.peak_bytes - proposals.problem.fixed_bytes
-
-
-class Attends(nn.Module):
-    """Attention that drops out, with queries, keys and values of one product or of three."""
-
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        self.made = nn.ModuleList([nn.Linear(64, 192)] if fused else [nn.Linear(64, 64) for _ in range(3)])
-        self.out = nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(3):
-            made = torch.cat([m(x) for m in self.made], -1) if len(self.made) == 1 else [m(x) for m in self.made]
-            parts = made.chunk(3, -1) if isinstance(made, torch.Tensor) else made
-            q, k, v = (p.unflatten(-1, (4, 16)).transpose(1, 2) for p in parts)
-            y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
-            x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x.square().mean()
-
-
-def predicted_and_measured(
-    model: nn.Module, batches: list[torch.Tensor], loss: Callable[[nn.Module, torch.Tensor], torch.Tensor], plan: str
-) -> tuple[int, int]:
-    torch._dynamo.reset()
-    policy = load_policy(PLANS[plan][0]).replaced(calibration={"steps": 3})
-    if plan == "fp32":
-        policy = policy.replaced(formats=("fp32",), rules=(), storage={"formats": ()})
-    autoprec.compile(model, policy=policy, batches=batches, loss_fn=loss, events=None)
-    session = autoprec.session(model)
-    assert session.plan is not None and session.plan.predicted is not None and session.graph is not None
-
-    def step() -> None:
-        loss(model, batches[0]).backward()
-        session.step()
-
-    step()
-    step()
-    return session.plan.predicted.peak_bytes - fixed_bytes(session.graph), peak_bytes(step, CPU)
-
-
-@pytest.mark.parametrize("plan", ["fp32", "bf16"])
-@pytest.mark.parametrize("fused", [True, False])
-def test_what_attention_with_dropout_keeps_is_known(fused: bool, plan: str) -> None:
-    """In a narrow format what it is given, once where that is one tensor; in FP32 copies of it."""
-    batches = [torch.randn(16, 48, 64) for _ in range(3)]
-    predicted, measured = predicted_and_measured(Attends(fused), batches, lambda m, x: m(x), plan)
-    assert abs(predicted / measured - 1.0) <= SLACK, (predicted, measured)
-
-
-class Masked(nn.Module):
-    """Attention whose mask is trained; where that has all scores, what torch keeps is as large as what it is given."""
-
-    def __init__(self, whole: bool) -> None:
-        super().__init__()
-        self.made, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
-        self.bias = nn.Parameter(torch.zeros(16 if whole else 1, 4, 48, 48))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(3):
-            q, k, v = (p.unflatten(-1, (4, 16)).transpose(1, 2) for p in self.made(x).chunk(3, -1))
-            y = nn.functional.scaled_dot_product_attention(q * 1.5, k * 1.5, v * 1.5, self.bias * 2.0)
-            x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x.square().mean()
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_unfused_attention_in_fp32_keeps_copies_whatever_storage_its_inputs_have(whole: bool) -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model, batches = Masked(whole), [torch.randn(16, 48, 64) for _ in range(2)]
-    policy = load_policy("memory").replaced(calibration={"steps": 2}, formats=("fp32",), rules=(), noise={"loss": 1e6})
-    autoprec.compile(model, policy=policy, batches=batches, loss_fn=lambda m, b: m(b), events=None)
-    session = autoprec.session(model)
-    proposals = propose(ask(session.graph, session.profile, session.device, policy))
-    problem = proposals.problem
-    choice = uniform_choice(problem, "fp32")
-    for tensor in problem.storable:
-        if "bf16" in problem.tensors[tensor].storages:
-            choice = choice.keeping(tensor, "bf16")
-    assert choice.stored
-    measured, predicted = peaks_under(model, proposals, choice, batches[0])
-    assert abs(predicted / measured - 1.0) <= 0.05, (predicted, measured)
 
 
 class Tied(nn.Module):

@@ -109,11 +109,11 @@ class GradientWatch:
         self._arrived.clear()
         self._fresh.update(names)
         pending = [(fqn, g) for fqn in names if (g := self._parameters[fqn].grad) is not None]
-        if all_are_fine([g for _, g in pending]):
-            return
+        plain = [(fqn, g) for fqn, g in pending if _is_plain(g)]
+        fine = {fqn for fqn, _ in plain} if all_are_fine([g for _, g in plain]) else set[str]()
         elsewhere: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
-        for fqn, g in pending:
-            if _is_plain(g) and all_are_fine([g]):
+        for fqn, g in pending if len(fine) < len(pending) else ():
+            if fqn in fine:
                 continue
             values = _values(g)
             if values.numel() and not values.is_cpu:
@@ -191,11 +191,10 @@ _LARGE_SUM = 1e6
 
 
 def all_are_fine(grads: Sequence[Tensor]) -> bool:
-    """Whether one read of each shows that all is finite and not too large; if not, norms have to be looked at."""
+    """Whether one read of each (real numbers, strided, on a CPU) shows that all is finite and not too large; if not,
+    norms have to be looked at."""
     short: dict[torch.dtype, list[Tensor]] = {}
     for g in grads:
-        if not _is_plain(g):
-            return False
         if g.numel() <= _SHORT:
             short.setdefault(g.dtype, []).append(g)
         elif g.dtype in _WIDE and g.is_contiguous():

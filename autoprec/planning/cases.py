@@ -10,7 +10,8 @@ from autoprec.errors import InputError
 from autoprec.graphs import Role
 from autoprec.planning.codes import result_of
 from autoprec.planning.phases import NEVER
-from autoprec.planning.values import PlanTensor, Problem, Remaking, Unit, Use
+from autoprec.planning.uses import Remaking, Use
+from autoprec.planning.values import PlanTensor, Problem, Unit
 from autoprec.plans import RECOMPUTED
 
 __all__ = ["Case"]

@@ -34,11 +34,12 @@ def keeps_logits(op: Op, graph: OpGraph) -> bool:
         return False
     more = op.private_saved_bytes - 4 * logits.numel
     as_torch = (_TOTAL_BYTES, _TOTAL_BYTES + _CLASS_BYTES * (logits.numel // max(1, logits.shape[1])))
-    return (more in as_torch or op.inputs[0] in op.saves) and not any(_are_probabilities(t) for t in others)
+    return (more in as_torch or op.inputs[0] in op.saves) and all(map(_is_of_classes, others))
 
 
-def _are_probabilities(target: TensorSpec) -> bool:
-    return target.is_float32 and len(target.shape) > 1
+def _is_of_classes(t: TensorSpec) -> bool:
+    """Whether it is a class for each row, or a weight for each class; not probabilities, or classes of a byte."""
+    return t.dtype == "int64" or (t.is_float32 and len(t.shape) == 1)
 
 
 def with_kept_inputs(graph: OpGraph, roots: Roots) -> OpGraph:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from autoprec.planning.codes import bytes_of, copy_of, result_of
-from autoprec.planning.values import PlanTensor, Problem, Use
+from autoprec.planning.uses import Use
+from autoprec.planning.values import PlanTensor, Problem
 
 __all__ = ["Demand", "Way", "demands"]
 

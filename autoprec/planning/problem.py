@@ -39,7 +39,8 @@ from autoprec.planning.roots import Roots, resolve_roots
 from autoprec.planning.standing import passing_bytes, standing
 from autoprec.planning.stores import Keeping, Stores
 from autoprec.planning.sums import sharing_gradients
-from autoprec.planning.values import PlanTensor, Problem, Unit, Use
+from autoprec.planning.uses import Use
+from autoprec.planning.values import PlanTensor, Problem, Unit
 from autoprec.planning.workspaces import Workspaces
 from autoprec.plans import RECOMPUTED
 from autoprec.policies import Policy

@@ -9,7 +9,8 @@ from autoprec.graphs import Op, Role
 from autoprec.planning.activations import Activations
 from autoprec.planning.flow import Flow
 from autoprec.planning.standing import passing_bytes, readers_of_parameters
-from autoprec.planning.values import Gemm, PlanTensor, Remaking, Unit, WeightRow
+from autoprec.planning.uses import Remaking
+from autoprec.planning.values import Gemm, PlanTensor, Unit, WeightRow
 from autoprec.planning.workspaces import mixed_workspace, places_read
 from autoprec.plans import RECOMPUTED
 

@@ -18,7 +18,7 @@ from autoprec.graphs import Op, Role, TensorKind
 from autoprec.planning.flow import Flow
 from autoprec.planning.noise import current_scale_log2, relative_error
 from autoprec.planning.saved import relative_change
-from autoprec.planning.values import Remaking
+from autoprec.planning.uses import Remaking
 
 __all__ = ["Remakings", "is_repeatable"]
 

@@ -11,7 +11,7 @@ from autoprec.planning.kept_inputs import is_unfused, keeps_logits
 from autoprec.planning.noise import relative_error
 from autoprec.planning.remaking import Remakings
 from autoprec.planning.saved import PRODUCTS, logits_variance
-from autoprec.planning.values import Remaking, Saver
+from autoprec.planning.uses import Remaking, Saver
 from autoprec.planning.workspaces import Workspaces
 from autoprec.plans import RECOMPUTED
 
@@ -124,7 +124,7 @@ class Stores:
                     noise=tuple(noise.items()),
                     reached=self._reached(op, t, self._passing.get(moment, ())),
                     in_pieces=of_logits,
-                    workspace=self._workspaces.in_pieces(op) if of_logits else (0, again),
+                    workspace=self._workspaces.a_few_rows(op) if of_logits else (0, again),
                     spared=spared,
                 )
             )

@@ -18,7 +18,8 @@ from autoprec.planning.propagation import Propagation
 from autoprec.planning.recorder import Recorder
 from autoprec.planning.spans import Read, Sent, added, of_copies, of_gradients
 from autoprec.planning.tables import Copies, Entries, Group, Held, Noise, Pattern, Span, summed
-from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit, Use
+from autoprec.planning.uses import Use
+from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit
 
 __all__ = ["Tabulated"]
 

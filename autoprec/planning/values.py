@@ -1,4 +1,4 @@
-"""The planning program as plain data: `Problem` and its parts, `Choice`, `Solution`.
+"""The planning program as plain data: `Problem` and its parts (with `uses`).
 
 Moments. A graph of n ops has 2n moments: op i runs forward at moment i and backward at moment 2n − 1 − i. Every
 `moment` below is the forward one unless it says otherwise; `Problem.backward` gives the other.
@@ -17,6 +17,7 @@ from autoprec.formats import result_format
 from autoprec.graphs import Role
 from autoprec.planning.codes import bytes_of, format_of, owner
 from autoprec.planning.phases import Phases
+from autoprec.planning.uses import Remaking, Saver, Use
 from autoprec.plans import is_parameter
 
 __all__ = [
@@ -24,11 +25,8 @@ __all__ = [
     "GradientNode",
     "PlanTensor",
     "Problem",
-    "Remaking",
-    "Saver",
     "Standing",
     "Unit",
-    "Use",
     "WeightRow",
 ]
 
@@ -69,75 +67,6 @@ class Unit:
     def is_parameter(self) -> bool:
         """Whether it decides what a frozen parameter lives in, whose id is then `op`."""
         return is_parameter(self.op)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Use:
-    """A read (or a save) of a tensor at a forward moment in the format of `unit`; None is FP32 (or as it is).
-
-    What is made inside an activation checkpoint is not kept but made again: `kept_from` is then the backward moment
-    at which that happens, and None for what is kept since it was made.
-
-    Of a reader's gradient: `shared_until` is the forward moment at whose backward pass it becomes the tensor's own; it
-    is another tensor's before (`sums`), unless it is cast. None: from the beginning; `NEVER`: it is held whatever the
-    choice, as the gradients that enter at the outputs are (`Problem.standing`). `instead`: (unit, moment) of the
-    other term of the sum: where that was born in another format than the sum's, it has a cast of its own, and this is
-    the tensor's own from that moment on.
-    """
-
-    moment: int
-    unit: int | None
-    kept_from: int | None = None
-    shared_until: int | None = None
-    instead: tuple[int | None, int] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saver:
-    """An op that keeps a tensor for its backward pass, and can read a narrow copy of it there. GEMMs are in `Gemm`.
-
-    Attributes:
-        moment: of its forward pass.
-        unit: in whose format it reads the tensor, as in `Use`.
-        numel: elements that it keeps (of a view, fewer than the tensor has).
-        noise: by storage, the relative variance that the rounding adds to the gradient that the op passes on.
-        reached: (variance, share) as in `GradientNode.inputs`: where the rounding is added. A product of two tensors
-            reads one of them for the gradient of the other.
-        in_pieces: whether it reads a narrow copy a piece at a time, and not the whole of it again.
-        workspace: in FP32, bytes of workspace that it takes more in its forward and its backward pass where the tensor
-            is kept narrow, below 0 for fewer.
-        spared: in FP32, bytes that it holds from the one to the other only where the tensor is kept as it is.
-    """
-
-    moment: int
-    unit: int | None
-    numel: int
-    noise: tuple[tuple[str, float], ...]
-    reached: tuple[tuple[int, float], ...] = ()
-    in_pieces: bool = False
-    workspace: tuple[int, int] = (0, 0)
-    spared: int = 0
-
-    def noise_in(self, storage: str | None) -> float:
-        """The relative variance under a storage; 0.0 for None, as it is."""
-        return sum(relative for f, relative in self.noise if f == storage)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Remaking:
-    """How a tensor is made again in the backward pass, for those who would keep it.
-
-    Attributes:
-        made_from: ids of the root tensors that it is made of, which others keep.
-        numel: elements of those that are read.
-        seconds: by the format in which it is born.
-        noise: the relative variance of the result, at most.
-    """
-
-    made_from: tuple[str, ...]
-    numel: int
-    seconds: tuple[tuple[str, float], ...]
-    noise: float
 
 
 @dataclass(frozen=True, kw_only=True)

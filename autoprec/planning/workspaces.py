@@ -58,7 +58,7 @@ class Workspaces:
         made = self._copied[op.id] * op.calls + 4 * specs[op.outputs[0]].numel
         return op.private_saved_bytes * op.calls, max(now - gradients, then + made) - then
 
-    def in_pieces(self, op: Op) -> tuple[int, int]:
+    def a_few_rows(self, op: Op) -> tuple[int, int]:
         """`Saver.workspace` of a cross entropy. Ours, which goes a few rows at a time, holds the logarithms of their
         probabilities, and in its backward pass three tensors of so many."""
         logits = self._graph.tensor_by_id[op.inputs[0]]

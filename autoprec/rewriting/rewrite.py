@@ -31,7 +31,7 @@ from autoprec.numerics.casts import cast, enter_region, leave_region, saturating
 from autoprec.numerics.contractions import Contraction, weighted_product
 from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.gemm import matmul
-from autoprec.numerics.keeping import cast_of_kept, keep_in
+from autoprec.numerics.keeping import cast_of_kept
 from autoprec.numerics.kernels import kernel
 from autoprec.numerics.lean import lean, relu_keeping_bits
 from autoprec.numerics.losses import cross_entropy
@@ -81,7 +81,6 @@ class _Rewriter(Storing):
         self.root: dict[fx.Node, fx.Node] = {}
         #: By cast that casts nothing, what it is given.
         self.same: dict[fx.Node, fx.Node] = {}
-        self.packed: dict[tuple[fx.Node, str, CheckpointPath], fx.Node] = {}
         self.main: fx.Node | None = None
         self.path: CheckpointPath = ()
         self.within: dict[fx.Node, CheckpointPath] = {}
@@ -443,15 +442,3 @@ class _Rewriter(Storing):
         logits, target, weight = (None if n is None else self.as_written(n) for n in call[0].values())
         assert logits is not None
         return self.call(With(cross_entropy, call[1]), (logits, target, weight, self._kept(narrow, x, logits)))
-
-    def _kept(self, narrow: str, x: fx.Node, value: fx.Node) -> fx.Node:
-        """The narrow copy of a tensor, of which `x` is all or a view, that an op keeps; `value` is what it reads."""
-        storage = self.plan.storage_of[narrow]
-        return self._shared(x, f"kept {storage}", With(keep_in, storage), (self.cell_of(narrow, x), value))
-
-    def _shared(self, x: fx.Node, what: str, make: Callable[..., Any], arguments: tuple[fx.Node, ...]) -> fx.Node:
-        """A narrow copy of a tensor, made once for all who read it here, until the tensor changes in place."""
-        key = (x, what, self.path)
-        if key not in self.packed:
-            self.packed[key] = self.call(make, arguments)
-        return self.packed[key]

@@ -4,11 +4,12 @@ keep."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import fx
 
 from autoprec.errors import PlanError
-from autoprec.numerics.keeping import keeping, open_cell
+from autoprec.numerics.keeping import keep_in, keeping, open_cell
 from autoprec.numerics.remaking import open_recipe
 from autoprec.plans import AS_IS, Plan
 from autoprec.rewriting.calls import Method, With
@@ -33,6 +34,7 @@ class Storing:
     def __init__(self, produced: set[str]) -> None:
         """`produced`: ids of the tensors that ops make."""
         self.cells: dict[tuple[str, CheckpointPath], fx.Node] = {}
+        self.packed: dict[tuple[fx.Node, str, CheckpointPath], fx.Node] = {}
         self.written: dict[str, Written] = {}
         self.shown: dict[fx.Node, Shown] = {}
         self.node_of: dict[str, fx.Node] = {}
@@ -102,3 +104,15 @@ class Storing:
             {},
             With(keeping, function),
         )
+
+    def _kept(self, narrow: str, x: fx.Node, value: fx.Node) -> fx.Node:
+        """The narrow copy of a tensor, of which `x` is all or a view, that an op keeps; `value` is what it reads."""
+        storage = self.plan.storage_of[narrow]
+        return self._shared(x, f"kept {storage}", With(keep_in, storage), (self.cell_of(narrow, x), value))
+
+    def _shared(self, x: fx.Node, what: str, make: Callable[..., Any], arguments: tuple[fx.Node, ...]) -> fx.Node:
+        """A narrow copy of a tensor, made once for all who read it here, until the tensor changes in place."""
+        key = (x, what, self.path)
+        if key not in self.packed:
+            self.packed[key] = self.call(make, arguments)
+        return self.packed[key]

@@ -20,7 +20,8 @@ from autoprec.planning.propagation import Propagation
 from autoprec.planning.recombining import Items, effects, flips, islands, joined
 from autoprec.planning.relaxation import Limit, Relaxation
 from autoprec.planning.solutions import Solution
-from autoprec.planning.values import Problem, Use
+from autoprec.planning.uses import Use
+from autoprec.planning.values import Problem
 from tests.planning.planning_cases import random_case
 from tests.planning.test_solvers import prices_say
 from tests.planning.transformers import transformer_problem

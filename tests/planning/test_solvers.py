@@ -16,7 +16,8 @@ from autoprec.planning.evaluator import evaluate
 from autoprec.planning.linear import Linear
 from autoprec.planning.milp import OBJECTIVE_SCALE, Program
 from autoprec.planning.solutions import Choice, Solution
-from autoprec.planning.values import Problem, Saver
+from autoprec.planning.uses import Saver
+from autoprec.planning.values import Problem
 from tests.planning.planning_cases import Case, random_case
 
 CASES = 300

@@ -14,7 +14,8 @@ import numpy as np
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.problem import build_problem
 from autoprec.planning.solutions import Choice
-from autoprec.planning.values import Gemm, GradientNode, PlanTensor, Problem, Saver, Unit, Use, WeightRow
+from autoprec.planning.uses import Saver, Use
+from autoprec.planning.values import Gemm, GradientNode, PlanTensor, Problem, Unit, WeightRow
 from autoprec.policies import Policy
 from tests.planning.planning_cases import modelled_device, transformer
 

@@ -1,0 +1,75 @@
+"""What attention without one kernel for both passes (dropout, a trained mask) keeps and takes is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import autoprec
+from autoprec.numerics.dtypes import native_formats
+from autoprec.planning.planner import ask, propose
+from autoprec.planning.uniform import uniform_choice
+from autoprec.serial import load_policy
+from tests.memory_study import PLANS, Attends, peak_of, peaks_under, predicted_and_measured
+
+#: As in `test_memory_prediction`.
+SLACK = 0.05 if "bf16" in native_formats("cpu") else 0.08
+
+
+@pytest.mark.parametrize("plan", ["fp32", "bf16"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_attention_with_dropout_keeps_is_known(fused: bool, plan: str) -> None:
+    """In a narrow format what it is given, once where that is one tensor; in FP32 copies of it."""
+    batches = [torch.randn(16, 48, 64) for _ in range(3)]
+    predicted, measured = predicted_and_measured(Attends(fused), batches, lambda m, x: m(x), plan)
+    assert abs(predicted / measured - 1.0) <= SLACK, (predicted, measured)
+
+
+class Masked(nn.Module):
+    """Attention whose mask is trained; where that has all scores, what torch keeps is as large as what it is given."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.made, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+        self.bias = nn.Parameter(torch.zeros(16 if whole else 1, 4, 48, 48))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            q, k, v = (p.unflatten(-1, (4, 16)).transpose(1, 2) for p in self.made(x).chunk(3, -1))
+            y = nn.functional.scaled_dot_product_attention(q * 1.5, k * 1.5, v * 1.5, self.bias * 2.0)
+            x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_unfused_attention_in_fp32_keeps_copies_whatever_storage_its_inputs_have(whole: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, batches = Masked(whole), [torch.randn(16, 48, 64) for _ in range(2)]
+    policy = load_policy("memory").replaced(calibration={"steps": 2}, formats=("fp32",), rules=(), noise={"loss": 1e6})
+    autoprec.compile(model, policy=policy, batches=batches, loss_fn=lambda m, b: m(b), events=None)
+    session = autoprec.session(model)
+    proposals = propose(ask(session.graph, session.profile, session.device, policy))
+    problem = proposals.problem
+    choice = uniform_choice(problem, "fp32")
+    for tensor in problem.storable:
+        if "bf16" in problem.tensors[tensor].storages:
+            choice = choice.keeping(tensor, "bf16")
+    assert choice.stored
+    measured, predicted = peaks_under(model, proposals, choice, batches[0])
+    assert abs(predicted / measured - 1.0) <= 0.05, (predicted, measured)
+
+
+def test_the_peak_of_attention_with_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Narrow, and in FP32, where torch's own runs if what it is given is kept as it is."""
+    policy = tmp_path / "wide.yaml"
+    policy.write_text("version: 1\nname: wide\nformats: [fp32]\nobjective: peak\nstorage: {formats: [fp8_e4m3]}\n")
+    monkeypatch.setitem(PLANS, "wide", (str(policy), None))
+    found = {plan: peak_of("dropout", plan) for plan in ("fp32", "wide", "bf16", "lowest")}
+    for p in found.values():
+        assert p.ratio is not None and abs(p.ratio - 1.0) <= 0.05, p
+    bytes_of = {plan: p.measured or 0 for plan, p in found.items()}
+    assert bytes_of["lowest"] < bytes_of["bf16"] and bytes_of["wide"] < 0.8 * bytes_of["fp32"]
