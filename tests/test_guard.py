@@ -310,6 +310,17 @@ def test_whoever_comes_after_the_gradient_cannot_hide_it(at: str, how: str) -> N
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def test_a_sparse_gradient_costs_no_second_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    dot = torch.dot
+    monkeypatch.setattr(torch, "dot", lambda x, y: (read.append(x.numel()), dot(x, y))[1])
+    table, wide = nn.Embedding(300, 128, sparse=True), nn.Linear(128, 128)
+    watch = GradientWatch({"table": table.weight, "wide": wide.weight})
+    wide(table(torch.tensor([1, 2, 3]))).sum().backward()
+    assert table.weight.grad is not None and table.weight.grad.is_sparse
+    assert watch.verdict() and read == [128 * 128] and watch.fresh == {"table", "wide"}
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_backward_pass_that_dies_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, elsewhere: bool) -> None:
     """Its gradients are judged, if the user goes on with them, or adds to them and clips; and not, if they are thrown

@@ -158,12 +158,16 @@ def test_a_plan_that_keeps_them_narrow(backend: str) -> None:
         assert kept["float32"].bytes == 4 and len(kept) == 2  # the scale
 
 
-@pytest.mark.parametrize("case", ["classes", "weights", "smoothed", "probabilities"])
+@pytest.mark.parametrize("case", ["classes", "weights", "deprecated", "smoothed", "probabilities"])
 def test_what_ours_does_not_compute_stays_torchs(case: str) -> None:
     """The planner sees by what torch's keeps which it is; a plan by hand changes nothing there."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    options = {"weights": {"weight": torch.rand(50)}, "smoothed": {"label_smoothing": 0.1}}.get(case, {})
+    options = {
+        "weights": {"weight": torch.rand(50)},
+        "smoothed": {"label_smoothing": 0.1},
+        "deprecated": {"size_average": False},
+    }.get(case, {})
     model, x, target = Tagger(**options), torch.randn(4, 9, 16), torch.randint(0, 50, (4, 9))
     if case == "probabilities":
         target = torch.rand(4, 9, 50).softmax(-1)
@@ -174,12 +178,32 @@ def test_what_ours_does_not_compute_stays_torchs(case: str) -> None:
     graph = autoprec.session(model).graph
     assert graph is not None
     loss = next(op for op in graph.ops if op.kind == "cross_entropy")
-    ours = case in ("classes", "weights")
+    ours = case in ("classes", "weights", "deprecated")
     assert keeps_logits(loss, graph) == ours
     autoprec.compile(plain, plan=NARROW, events=None)
     after = step(plain, x, target)
     assert torch.equal(before[0], after[0]) or case == "weights"
     assert all(torch.equal(a, b) for a, b in zip(before[1], after[1], strict=True)) != ours
+
+
+def test_logits_that_are_born_in_bf16_are_kept_once() -> None:
+    """In a byte for each, of which the loss in FP32 reads its cast."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, batch = Tagger(), (torch.randn(4, 9, 16), torch.randint(0, 50, (4, 9)))
+    roles = (autoprec.Role.OUTPUT, autoprec.Role.GRAD_INPUT, autoprec.Role.GRAD_WEIGHT)
+    head = tuple(autoprec.Assignment(op=LOGITS, role=r, format="bf16", reason="test") for r in roles)
+    as_is, narrow = (Plan(assignments=head, storages=kept) for kept in ((), NARROW.storages))
+    held, found = [], []
+    for plan in (as_is, narrow):
+        mine = copy.deepcopy(model)
+        autoprec.compile(mine, plan=plan, events=None)
+        found.append(step(mine, *batch))
+        held.append(saved_bytes(lambda mine=mine: mine(*batch), exclude=[*batch, *mine.parameters()]))
+    assert torch.equal(found[0][0], found[1][0])
+    assert held[0] - held[1] == 36 * 50 * (4 - 1) - 4  # the logarithms go, a byte and the scale come
+    head_bias = [gradients[3] for _, gradients in found]
+    assert 0.0 < float((head_bias[0] - head_bias[1]).norm() / head_bias[0].norm()) < 0.1
 
 
 def test_the_peak_of_a_large_vocabulary() -> None:

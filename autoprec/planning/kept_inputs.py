@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoprec.graphs import ATTENTION, Op, OpGraph, TensorSpec
+from autoprec.graphs import ATTENTION, Op, OpGraph
 from autoprec.planning.roots import Roots
 
 __all__ = ["is_unfused", "keeps_logits", "with_kept_inputs"]
@@ -24,22 +24,17 @@ def keeps_logits(op: Op, graph: OpGraph) -> bool:
     """Whether it is a cross entropy of classes, which ours can compute (`numerics.losses`).
 
     torch's keeps the logarithms of the probabilities, what a mean divides by, and the classes, which count here if they
-    are no tensor of the graph. Label smoothing keeps which of them count besides; probabilities are as large as the
-    logits.
+    are no tensor of the graph. Label smoothing keeps which of them count besides; with probabilities as targets there
+    is nothing to divide by.
     """
     if op.kind != "cross_entropy" or not op.inputs or op.inputs[0] not in graph.tensor_by_id:
         return False
-    logits, *others = (graph.tensor_by_id[t] for t in op.inputs)
+    logits = graph.tensor_by_id[op.inputs[0]]
     if not logits.is_float32 or not logits.requires_grad or len(logits.shape) < 2:
         return False
     more = op.private_saved_bytes - 4 * logits.numel
     as_torch = (_TOTAL_BYTES, _TOTAL_BYTES + _CLASS_BYTES * (logits.numel // max(1, logits.shape[1])))
-    return (more in as_torch or op.inputs[0] in op.saves) and all(map(_is_of_classes, others))
-
-
-def _is_of_classes(t: TensorSpec) -> bool:
-    """Whether it is a class for each row, or a weight for each class; not probabilities, or classes of a byte."""
-    return t.dtype == "int64" or (t.is_float32 and len(t.shape) == 1)
+    return more in as_torch or op.inputs[0] in op.saves
 
 
 def with_kept_inputs(graph: OpGraph, roots: Roots) -> OpGraph:
