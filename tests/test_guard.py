@@ -310,15 +310,16 @@ def test_whoever_comes_after_the_gradient_cannot_hide_it(at: str, how: str) -> N
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_a_sparse_gradient_costs_no_second_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_gradient_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside a sparse one, and in a narrow dtype."""
     read: list[int] = []
-    dot = torch.dot
-    monkeypatch.setattr(torch, "dot", lambda x, y: (read.append(x.numel()), dot(x, y))[1])
-    table, wide = nn.Embedding(300, 128, sparse=True), nn.Linear(128, 128)
-    watch = GradientWatch({"table": table.weight, "wide": wide.weight})
-    wide(table(torch.tensor([1, 2, 3]))).sum().backward()
+    norm = torch.linalg.vector_norm
+    monkeypatch.setattr(torch.linalg, "vector_norm", lambda x, **more: (read.append(x.numel()), norm(x, **more))[1])
+    table, wide, half = nn.Embedding(300, 128, sparse=True), nn.Linear(128, 128), nn.Parameter(torch.ones(7).half())
+    watch = GradientWatch({"table": table.weight, "wide": wide.weight, "half": half})
+    (wide(table(torch.tensor([1, 2, 3]))).sum() + (60000.0 * half).float().sum()).backward()
     assert table.weight.grad is not None and table.weight.grad.is_sparse
-    assert watch.verdict() and read == [128 * 128] and watch.fresh == {"table", "wide"}
+    assert watch.verdict() and sorted(read) == [7, 3 * 128, 128 * 128] and watch.fresh == {"table", "wide", "half"}
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

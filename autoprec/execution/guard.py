@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import compress
 from typing import Any
 
@@ -25,9 +25,9 @@ __all__ = [
     "GradientWatch",
     "OptimizerSnapshot",
     "PutAside",
-    "all_are_fine",
     "calls_closure_once",
     "is_torchs_own",
+    "norm_of",
     "squares_gradients",
 ]
 
@@ -109,16 +109,12 @@ class GradientWatch:
         self._arrived.clear()
         self._fresh.update(names)
         pending = [(fqn, g) for fqn in names if (g := self._parameters[fqn].grad) is not None]
-        plain = [(fqn, g) for fqn, g in pending if _is_plain(g)]
-        fine = {fqn for fqn, _ in plain} if all_are_fine([g for _, g in plain]) else set[str]()
         elsewhere: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
-        for fqn, g in pending if len(fine) < len(pending) else ():
-            if fqn in fine:
-                continue
+        for fqn, g in pending:
             values = _values(g)
             if values.numel() and not values.is_cpu:
                 elsewhere.setdefault(_summed_in(values), []).append((fqn, values))
-            elif not math.isfinite(float(torch.linalg.vector_norm(values, dtype=_summed_in(values)))):
+            elif not math.isfinite(norm_of(values)):
                 (self.large if bool(values.isfinite().all()) else self.bad).add(fqn)
         for dtype, named in elsewhere.items():
             names, grads = zip(*named, strict=True)
@@ -180,35 +176,10 @@ class GradientWatch:
 #: Outside of any backward pass.
 _NO_TASK = -1
 
-#: Elements up to which the call takes longer than the reading: such gradients are looked at in one call.
-_SHORT = 1 << 12
 
-#: Where squares are added up in the numbers' own dtype: by the kernel that reads fastest.
-_WIDE = (torch.float32, torch.float64)
-
-#: Numbers whose squares leave FP32 sum up to more than this, also where they cancel: to their rounding errors.
-_LARGE_SUM = 1e6
-
-
-def all_are_fine(grads: Sequence[Tensor]) -> bool:
-    """Whether one read of each (real numbers, strided, on a CPU) shows that all is finite and not too large; if not,
-    norms have to be looked at."""
-    short: dict[torch.dtype, list[Tensor]] = {}
-    for g in grads:
-        if g.numel() <= _SHORT:
-            short.setdefault(g.dtype, []).append(g)
-        elif g.dtype in _WIDE and g.is_contiguous():
-            flat = g.view(-1)
-            if not math.isfinite(torch.dot(flat, flat).item()):
-                return False
-        elif not -_LARGE_SUM <= g.sum().item() <= _LARGE_SUM:
-            return False
-    together = (torch.stack(torch._foreach_norm(these)).sum().item() for these in short.values())
-    return all(map(math.isfinite, together))
-
-
-def _is_plain(g: Tensor) -> bool:
-    return g.is_cpu and g.layout is torch.strided and g.is_floating_point()
+def norm_of(values: Tensor) -> float:
+    """Not finite where one of the numbers is not, or the sum of their squares."""
+    return torch.linalg.vector_norm(values, dtype=_summed_in(values)).item()
 
 
 def _hooks(p: Tensor) -> Mapping[int, Any]:
