@@ -141,7 +141,7 @@ def logits_variance(
     Of a row it is g = s·(p − e), with p the softmax, e the target's unit vector and s what arrives. Errors of the
     logits with variances v, independent of each other, change it by s·(diag p − p·pᵀ) of them: by an energy of
     s²·Σ v_j·p_j²·((1 − p_j)² + Σ_{k≠j} p_k²), at most 2·Σ v_j·g_j²·(1 − |g_j|/s)². Here s is taken to be the largest
-    |g|, which some row that is wrong comes near, and the last factor at its mean over Σ g². That is 0.4 to 4 times what
+    |g|, which some row that is wrong comes near, and the last factor at its mean over Σ g². That is 0.3 to 5 times what
     is measured, and more where all probabilities are small (`tests/test_losses.py`).
     """
     if (not fmt.scaled and values.amax > fmt.max_value) or loss.total_weight <= 0.0 or gradients.energy <= 0.0:
