@@ -21,15 +21,10 @@ def targets(tmp_path: Path) -> Path:
     return path
 
 
-def narrow(targets: Path) -> Path:
-    """A policy whose plan does not depend on the seconds of the day."""
+def test_faults_against_a_target(run: Run, targets: Path) -> None:
     policy = targets.with_name("policy.yaml")
     policy.write_text("{name: narrow, formats: [fp32, bf16], objective: bytes, noise: {gradient: 9.0, loss: 9.0}}")
-    return policy
-
-
-def test_faults_against_a_target(run: Run, targets: Path) -> None:
-    code, out, _ = run("chaos", f"{targets}:target", "--faults", "10", "--policy", narrow(targets), "--json")
+    code, out, _ = run("chaos", f"{targets}:target", "--faults", "10", "--policy", policy, "--json")
     data = json.loads(out)
     assert code == 0 and data["holds"] and data["faults"] == 10 == len(data["trials"])
     assert data["changed"] == data["missed"] == 0 and data["bad_steps"] >= 4
@@ -39,8 +34,9 @@ def test_faults_against_a_target(run: Run, targets: Path) -> None:
 def test_a_guard_that_puts_nothing_aside_is_red(run: Run, targets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PutAside, "__init__", lambda self, optimizer: None)
     monkeypatch.setattr(PutAside, "restore", lambda self: None)
-    code, out, _ = run("chaos", f"{targets}:target", "--faults", "4", "--policy", narrow(targets))
-    assert code == 1 and "changed parameter" in out and "Faults, and what became of them" in out, out
+    code, out, _ = run("chaos", f"{targets}:target", "--faults", "2")
+    told = " ".join(out.split())  # lines are as long as the path of the target has it
+    assert code == 1 and "changed parameter" in told and "Faults, and what became of them" in told
 
 
 @pytest.mark.parametrize(
