@@ -63,7 +63,7 @@ def test_without_workspace_the_prediction_is_off(monkeypatch: pytest.MonkeyPatch
 
 def test_without_gradients_the_prediction_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Step, "gradients", lambda self, t, born: None)
-    assert off(list(peaks(["mlp"])))
+    assert off(list(peaks(["mlp"], ("fp32", "bf16"))))
 
 
 def test_workspace_is_what_is_held_for_a_moment() -> None:

@@ -156,7 +156,8 @@ def test_no_place_is_beyond_what_is_there() -> None:
                 value = value[part]
             name = next(str(part) for part in reversed(at) if isinstance(part, str))
             last = at[-1] if isinstance(at[-2], int) and isinstance(at[-1], int) else 0
-            sizes = (at[1] == "units" or "others" in at) and name in ("workspace", "kept", "seconds", "backward_workspace")
+            of_a_role = at[1] == "units" or "others" in at
+            sizes = of_a_role and name in ("workspace", "kept", "seconds", "backward_workspace")
             if type(value) is int and name in PLACES and last in PLACES[name] and not sizes:
                 met.add(f"{at[1]}.{name}")
                 assert re.match(r"case\.json:\d+:\d+: ", refusal(with_value(tree, 10**6, *at))), at
