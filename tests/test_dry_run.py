@@ -132,6 +132,19 @@ def test_the_gradient_that_a_compiled_step_is_given_is_there_until_it_is_over() 
     assert abs(made.peak_bytes / measured - 1.0) < 0.02, (made.peak_bytes, measured)
 
 
+def test_an_output_that_others_hold_is_not_let_go_of_when_the_backward_pass_has_read_it() -> None:
+    torch._dynamo.reset()
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(4096, 64)
+    autoprec.compile(model, plan=Plan(assignments=()), events=None, backend="inductor")
+    model(x).sum().backward()
+    (made,) = autoprec.session(model).lowering.compiled
+    assert made.passes is not None
+    assert made.passes.held == made.passes.outputs == made.passes.entering == 4 * x.numel()
+    # At its peak the backward pass still holds them, beside two gradients of their size; else, later, a small weight's.
+    spared = made.passes.backward - made.passes.backward_beside_outputs
+    assert 0.9 * made.passes.outputs < spared <= made.passes.outputs
+
+
 def test_gradients_of_weights_that_come_together_are_planned_together() -> None:
     """And one after the other where each is added to what is there at once."""
     found = compiled("weights", "bf16")

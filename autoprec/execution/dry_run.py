@@ -33,17 +33,22 @@ class DryRun:
     Attributes:
         peak_bytes: most that it holds at once, its results among it.
         held_bytes: what its results hold, and inputs that it was given to own and did not let go of.
+        output_bytes: of these, what the results hold that count as outputs.
         own: of each result, whether it has memory of its own; what the inputs own is not.
     """
 
     peak_bytes: int
     held_bytes: int
+    output_bytes: int
     own: tuple[bool, ...]
 
 
-def dry_run(code: Callable[..., Any], inputs: Sequence[Any], owned: Sequence[bool]) -> DryRun | None:
-    """A call of generated code on such `inputs`; those that it is given to own count, until it lets go of them. None
-    where nobody can tell: on other devices than CPUs, and where an op of it says nothing about its results.
+def dry_run(
+    code: Callable[..., Any], inputs: Sequence[Any], owned: Sequence[bool], outputs: int | None = None
+) -> DryRun | None:
+    """A call of generated code on such `inputs`; those that it is given to own count, until it lets go of them. So many
+    of the first results are outputs; None: all. None where nobody can tell: on other devices than CPUs, and where an op
+    of it says nothing about its results.
     """
     function = getattr(code, "__func__", None)
     if not isinstance(code, MethodType) or not isinstance(function, FunctionType):
@@ -53,14 +58,16 @@ def dry_run(code: Callable[..., Any], inputs: Sequence[Any], owned: Sequence[boo
     ):
         return None
     try:
-        return _run(code, function, inputs, owned)
+        return _run(code, function, inputs, owned, outputs)
     # What an op says of layouts that it cannot work on, a size that nobody knows, another profiler: a prediction is not
     # worth a compilation.
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError):
         return None
 
 
-def _run(code: MethodType, function: FunctionType, inputs: Sequence[Any], owned: Sequence[bool]) -> DryRun:
+def _run(
+    code: MethodType, function: FunctionType, inputs: Sequence[Any], owned: Sequence[bool], outputs: int | None
+) -> DryRun:
     arguments: list[Any] = []
     storages: dict[int, torch.UntypedStorage] = {}  # some are views of the same tensor
     for x in inputs:
@@ -72,8 +79,8 @@ def _run(code: MethodType, function: FunctionType, inputs: Sequence[Any], owned:
     stay = [x for x, own in zip(arguments, owned, strict=True) if not own and isinstance(x, Tensor)]
     there = {x.untyped_storage()._cdata for x in stay}
     held = _Held(there)
-    for i, own in enumerate(owned):  # by place: nothing here holds what the code lets go of
-        if own and isinstance(arguments[i], Tensor):
+    for i, counts in enumerate(owned):  # by place: nothing here holds what the code lets go of
+        if counts and isinstance(arguments[i], Tensor):
             held.count(arguments[i])
     names = {name: _without_kernels(name, value, held) for name, value in function.__globals__.items()}
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
@@ -81,8 +88,10 @@ def _run(code: MethodType, function: FunctionType, inputs: Sequence[Any], owned:
         results = made(code.__self__, arguments)
     own = tuple(isinstance(y, Tensor) and y.untyped_storage()._cdata not in there for y in results)
     held_bytes = held.now
-    del results, stay
-    return DryRun(peak_bytes=held.peak(), held_bytes=held_bytes, own=own)
+    given = [y.untyped_storage() for y, mine in zip(results[:outputs], own, strict=False) if mine]
+    output_bytes = sum({storage._cdata: storage.nbytes() for storage in given}.values())
+    del results, stay, given
+    return DryRun(peak_bytes=held.peak(), held_bytes=held_bytes, output_bytes=output_bytes, own=own)
 
 
 def _without_memory(x: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:

@@ -8,7 +8,8 @@ keeps as it is, the compiler makes again in the backward pass what costs it noth
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from autoprec.errors import UnsupportedError
 from autoprec.execution.checking import CheckingInterpreter
 from autoprec.execution.dry_run import dry_run, size_hint
-from autoprec.execution.lowering import Compiled, KeptTensor
+from autoprec.execution.lowering import Compiled, KeptTensor, PassBytes
 from autoprec.numerics.compilers import OF_TENSOR
 from autoprec.numerics.dtypes import dtype_of, has_dtype
 from autoprec.plans import AS_IS, RECOMPUTED, Plan
@@ -33,6 +34,9 @@ from autoprec.rewriting.rewrite import Rewritten
 from autoprec.tracing.bindings import Binding
 
 __all__ = ["Inductor", "Partitioner"]
+
+#: How torch names parameters, buffers and inputs of a graph, and the gradients that its backward pass is given.
+_INPUT, _GIVEN = "primals_", "tangents_"
 
 _OPTIONS = {"emulate_precision_casts": True, "fallback_random": True}
 
@@ -106,15 +110,13 @@ class Inductor:
             raise UnsupportedError(
                 f"inductor does not compile the graph of {self._name} under this plan: {what}; use backend='eager'"
             ) from error
-        peak, held = _predicted(passes)
         self.compiled.append(
             Compiled(
                 first_op=self._name,
                 plan="" if self._plan is None else self._plan.fingerprint,
                 seconds=time.perf_counter() - begin,
                 kept=partitioner.kept,
-                peak_bytes=peak,
-                held_bytes=held,
+                passes=_predicted(passes, partitioner.outputs),
             )
         )
         return run
@@ -153,26 +155,38 @@ class _Pass(NamedTuple):
     results: Sequence[str]
 
 
-def _predicted(passes: Sequence[_Pass]) -> tuple[int, int] | tuple[None, None]:
-    """Most bytes that one of the passes holds at once, and what is held when the first is over; None where that is not
-    known."""
-    own: dict[str, bool] = {}
-    most, held = 0, list[int]()
-    for one in passes:
-        # Parameters, buffers and inputs stay; what the forward pass kept, copies of them in another layout among it, is
-        # the backward pass's to let go of. The gradients that it is given are there until it is over: a replay of the
-        # step needs them.
-        stays = ("primals_", "tangents_")
-        run = dry_run(one.code, one.inputs, [own.get(n, not n.startswith(stays)) for n in one.names])
-        if run is None:
-            return None, None
-        named = zip(one.names, one.inputs, strict=True)
-        given = [x for n, x in named if n.startswith("tangents_") and isinstance(x, Tensor)]
-        beside = sum({x.untyped_storage()._cdata: size_hint(x.untyped_storage().nbytes()) for x in given}.values())
-        held.append(run.held_bytes)
-        own |= zip(one.results, run.own, strict=False)  # a name for each, or the rest is whoever's
-        most = max(most, run.peak_bytes + beside)
-    return (most, held[0]) if held else (None, None)
+def _predicted(passes: Sequence[_Pass], outputs: int | None) -> PassBytes | None:
+    """Of the forward pass, the first of them, and of the backward pass if there is one; None where that is not known.
+    `outputs`: how many of the first results are no tensors kept for the backward pass; None: all."""
+    forward = passes[0]
+    run = dry_run(forward.code, forward.inputs, [not n.startswith(_INPUT) for n in forward.names], outputs)
+    if run is None:
+        return None
+    found = PassBytes(forward=run.peak_bytes, held=run.held_bytes, outputs=run.output_bytes)
+    own = dict(zip(forward.results, run.own, strict=False))  # a name for each, or the rest is whoever's
+    for backward in passes[1:]:
+        # What the forward pass kept, copies of inputs in another layout among it, is the backward pass's to let go of.
+        # The gradients that it is given are there until it is over: a replay of the step needs them.
+        owned = [own.get(n, not n.startswith((_INPUT, _GIVEN))) for n in backward.names]
+        mine = [mine and n not in forward.results[:outputs] for n, mine in zip(backward.names, owned, strict=True)]
+        alone = dry_run(backward.code, backward.inputs, owned)
+        beside = alone if mine == owned else dry_run(backward.code, backward.inputs, mine)
+        if alone is None or beside is None:
+            return None
+        given = _bytes(x for n, x in zip(backward.names, backward.inputs, strict=True) if n.startswith(_GIVEN))
+        found = replace(
+            found,
+            entering=given,
+            backward=given + alone.peak_bytes,
+            backward_beside_outputs=given + beside.peak_bytes,
+        )
+    return found
+
+
+def _bytes(values: Iterable[Any]) -> int:
+    """Of their storages."""
+    tensors = [x for x in values if isinstance(x, Tensor)]
+    return sum({x.untyped_storage()._cdata: size_hint(x.untyped_storage().nbytes()) for x in tensors}.values())
 
 
 def _labelled(
@@ -206,15 +220,17 @@ class Narrow(NamedTuple):
 
 
 class Partitioner(CustomPartitionerFn):
-    """torch's own partitioner, under the marks that tracing has left, and what it decided."""
+    """torch's own partitioner, under the marks that tracing has left, and what it decided. `outputs`: how many of the
+    forward pass's results are no tensors kept for the backward pass; None before it is called."""
 
     def __init__(self, narrow: Mapping[str, Narrow]) -> None:
         self._narrow = narrow
         self.kept: tuple[KeptTensor, ...] = ()
+        self.outputs: int | None = None
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
         """(forward graph, backward graph)."""
-        count = kwargs.pop("num_fwd_outputs")
+        count = self.outputs = kwargs.pop("num_fwd_outputs")
         _mark_twins(gm.graph)
         gm.graph = fx_graph_cse(gm.graph)
         _recompute_casts_of_inputs(gm.graph)

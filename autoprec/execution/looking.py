@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.hooks import RemovableHandle
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autoprec.execution.replay import CallRecord, shadow, shadow_arguments
@@ -81,7 +82,14 @@ def look_at(
 ) -> Look:
     """Replay a call through `module` (the captured graph or its rewritten form)."""
     looking = _Looking(module, origin, record.binding, changes)
-    arguments, seen = shadow_arguments(record, buffers), looking.seen
+    try:
+        return _look(record, looking, shadow_arguments(record, buffers))
+    finally:
+        looking.remove_hooks()
+
+
+def _look(record: CallRecord, looking: _Looking, arguments: Sequence[Any]) -> Look:
+    seen = looking.seen
     with shadow(record), torch.enable_grad():
         outputs = looking.run(*arguments)
         if seen.forward is not None:
@@ -107,6 +115,12 @@ class _Looking(GraphInterpreter):
     ) -> None:
         super().__init__(module, origin, changes)
         self.op_of, self.seen = binding.op_of, Look()
+        self._hooks: list[RemovableHandle] = []
+
+    def remove_hooks(self) -> None:
+        """Python does not see what hooks hold: a tensor with one that leads back to it would never be let go of."""
+        for hook in self._hooks:
+            hook.remove()
 
     def run_node(self, n: fx.Node) -> Any:
         captured = self.origin.get(n)
@@ -129,10 +143,10 @@ class _Looking(GraphInterpreter):
             if lost and seen.forward is None and op.kind not in _MASKING:
                 seen.forward = _offence(op, "forward", lost, y, inputs)
             if y.requires_grad and not y.is_leaf:
-                y.register_hook(lambda g: self._look_at_arriving(extent, g))
+                self._hooks.append(y.register_hook(lambda g: self._look_at_arriving(extent, g)))
                 for x in inputs:
                     if x.requires_grad:
-                        x.register_hook(lambda g: self._look_back(op, extent, g))
+                        self._hooks.append(x.register_hook(lambda g: self._look_back(op, extent, g)))
 
     def _look_at_arriving(self, extent: Extent, g: Tensor) -> None:
         extent.arriving = max(extent.arriving, _amax(g))

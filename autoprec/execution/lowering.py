@@ -15,7 +15,7 @@ from autoprec.tracing.bindings import Binding
 if TYPE_CHECKING:
     from autoprec.execution.inductor import Inductor
 
-__all__ = ["BACKENDS", "Backend", "Compiled", "KeptTensor", "Lowering", "Runner"]
+__all__ = ["BACKENDS", "Backend", "Compiled", "KeptTensor", "PassBytes", "Lowering", "Runner"]
 
 Backend = Literal["eager", "inductor"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
@@ -41,6 +41,28 @@ class KeptTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PassBytes:
+    """What the passes of a graph hold at once, predicted from the generated code: parameters and inputs aside,
+    gradients included.
+
+    Attributes:
+        forward: most in the forward pass.
+        held: when that is over.
+        outputs: of these, the outputs that have memory of their own.
+        entering: gradients that the backward pass is given. A replay of the step needs them: they stay.
+        backward: most in the backward pass, if nobody but the graph holds its outputs.
+        backward_beside_outputs: the same, beside the outputs, if somebody holds them: a graph that they are given to.
+    """
+
+    forward: int
+    held: int
+    outputs: int
+    entering: int = 0
+    backward: int = 0
+    backward_beside_outputs: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Compiled:
     """One graph as the compiler made it.
 
@@ -49,22 +71,24 @@ class Compiled:
         plan: fingerprint of the plan, "" for the graph as it was captured.
         seconds: that it took, forward and backward.
         kept: see there; empty for a graph without backward pass.
-        peak_bytes: predicted from the generated code: most that the forward or the backward pass holds at once,
-            parameters and inputs aside, gradients included. None where that is not known.
-        held_bytes: the same of what is held when the forward pass is over, outputs included.
+        passes: see there; None where that is not known.
     """
 
     first_op: str
     plan: str
     seconds: float
     kept: tuple[KeptTensor, ...]
-    peak_bytes: int | None = None
-    held_bytes: int | None = None
+    passes: PassBytes | None = None
 
     @property
     def kept_bytes(self) -> int:
         """Bytes between the passes, parameters and inputs aside."""
         return sum(t.bytes for t in self.kept)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Most that one of the passes holds."""
+        return None if self.passes is None else max(self.passes.forward, self.passes.backward)
 
 
 class Runner(Protocol):

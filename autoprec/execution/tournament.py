@@ -9,13 +9,14 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from autoprec.errors import UnsupportedError
 from autoprec.execution.freezing import rounded_as
@@ -160,18 +161,27 @@ class Tournament:
         return peak_bytes(lambda: step.run(self._turn), self._device)
 
     def _predicted(self, lowered: _Contestant) -> int | None:
-        """Each pass beside what the graphs that are between their passes hold."""
+        """Each pass beside what the graphs that are between their passes hold, and beside what the step does: the
+        arguments of graphs that are outputs of others, and gradients that have entered."""
         held = most = 0
         turned = False
         for i, forward in _order(self._calls):
             made = lowered.lowered[i].compiled
-            if len(made) != 1 or made[0].peak_bytes is None or made[0].held_bytes is None:
+            if len(made) != 1 or (passes := made[0].passes) is None:
                 return None
-            if not forward:
-                most = max(most, 0 if turned else held + self._loss_bytes)
-                held, turned = held - made[0].held_bytes, True
-            most = max(most, held + made[0].peak_bytes)
-            held += made[0].held_bytes if forward else 0
+            if forward:
+                most = max(most, held + passes.forward)
+                held += passes.held
+                continue
+            if not turned:
+                most, turned = max(most, held + self._loss_bytes), True
+            held -= passes.held
+            if _is_held(i, self._calls):
+                held += passes.outputs
+                most = max(most, held + passes.backward_beside_outputs)
+            else:
+                most = max(most, held + passes.backward)
+            held += passes.entering
         return most
 
     def _turn(self) -> None:
@@ -203,6 +213,12 @@ def _order(calls: Sequence[CallRecord]) -> list[tuple[int, bool]]:
     return [(i, forward) for _, i, forward in sorted(order)]
 
 
+def _is_held(i: int, calls: Sequence[CallRecord]) -> bool:
+    """Whether the outputs of a call are there until the step is over: it keeps the arguments of its calls, and those of
+    the next are these outputs."""
+    return i + 1 < len(calls)
+
+
 @dataclass(frozen=True)
 class _Contestant:
     """What runs for each call, and what it reads in place of some parameters, by their identities."""
@@ -229,10 +245,13 @@ class _Replay:
         self.output = 0.0
         self.gradients: dict[str, Tensor] = {}
         self.nonfinite: list[str] = []
-        for call, arguments in zip(calls, self._arguments, strict=True):
+
+    def _hooked(self) -> Iterator[RemovableHandle]:
+        for call, arguments in zip(self._calls, self._arguments, strict=True):
             for node, x in zip(call.binding.template.placeholders, arguments, strict=True):
                 if isinstance(x, Tensor) and x.requires_grad:
-                    x.register_post_accumulate_grad_hook(self._sink(call.binding.parameters.get(node, "")))
+                    fqn = call.binding.parameters.get(node, "")
+                    yield x.register_post_accumulate_grad_hook(self._sink(fqn))
 
     def _sink(self, fqn: str) -> Any:
         def take(leaf: Tensor) -> None:
@@ -250,20 +269,25 @@ class _Replay:
     def run(self, turn: Callable[[], object] = lambda: None) -> None:
         """Forward and backward; `turn` is called before the first backward pass."""
         turned = False
-        for i, forward in _order(self._calls):
-            if forward:
-                self._forward(i)
-                continue
-            if not turned:
-                turn()
-            turned = True
-            self._backward(i)
+        hooks = list(self._hooked())
+        try:
+            for i, forward in _order(self._calls):
+                if forward:
+                    self._forward(i)
+                    continue
+                if not turned:
+                    turn()
+                turned = True
+                self._backward(i)
+        finally:  # torch's collector does not see hooks: a tensor whose hook leads back to it would never be let go of
+            for hook in hooks:
+                hook.remove()
 
     def _forward(self, i: int) -> None:
         with shadow(self._calls[i]), torch.enable_grad():
             outputs = self._lowered[i](*self._arguments[i])
         self._outputs[i] = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-        if i + 1 < len(self._calls):  # a step keeps the arguments of its calls, and those of the next are these outputs
+        if _is_held(i, self._calls):
             self._held += [y.detach() for y in self._outputs[i] if isinstance(y, Tensor)]
 
     def _backward(self, i: int) -> None:

@@ -156,7 +156,7 @@ def agreement(found: Calibrated, plan: Plan, eager_peak: int) -> list[str]:
     assert plan.predicted is not None
     planned_peak, eager_peak = (n - found.fixed_bytes for n in (plan.predicted.peak_bytes, eager_peak))
     loss_bytes = found.session.graph.loss_bytes
-    coded = max(max(m.peak_bytes or 0, (m.held_bytes or 0) + loss_bytes) for m in made)
+    coded = max(max(m.peak_bytes or 0, m.passes.held + loss_bytes if m.passes else 0) for m in made)
     print(
         f"{workload.name:12} loss {loss:.1e} apart, gradients {apart:.1e}; rounding changes them by {rounding:.1e}"
         f" ({apart / rounding:.2f})\n"

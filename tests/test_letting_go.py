@@ -1,0 +1,56 @@
+"""What autoprec looks at, runs again and tries out is let go of: a run of weeks holds no more than its first steps."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoprec
+from autoprec.serial import load_policy
+from tests.models import Transformer, language_loss
+from tests.test_tournament import observed, plans_of, tournament_of
+
+
+def alive_bytes() -> int:
+    """Of the tensors that Python knows."""
+    gc.collect()  # what is left now is never let go of: torch's hooks are not seen by it
+    found = (t.untyped_storage() for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter))
+    return sum({storage._cdata: storage.nbytes() for storage in found}.values())
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_replay_lets_go_of_everything(pieces: bool) -> None:
+    """Each holds gradients, and outputs that other pieces read."""
+    model = Transformer(width=32, depth=2, vocabulary=64, graph_break=pieces)
+    session = observed(model, [torch.randint(0, 64, (4, 33)) for _ in range(2)], language_loss)
+    assert (len(session._calls) > 1) == pieces
+    plans = plans_of(session)
+    before = alive_bytes()
+    found = tournament_of(session).run(plans)
+    assert all(len(outcome.gradients) > 0 for outcome in found.values())
+    samples = sum(g.untyped_storage().nbytes() for outcome in found.values() for g in outcome.gradients.values())
+    assert alive_bytes() - before == samples
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_bad_steps_and_observed_ones_hold_nothing(pieces: bool) -> None:
+    """A bad step is looked at op by op, in a replay."""
+    model = Transformer(width=32, depth=1, vocabulary=64, graph_break=pieces)
+    batches = [torch.randint(0, 64, (4, 33)) for _ in range(2)]
+    policy = load_policy("balanced").replaced(monitor={"window_steps": 4, "interval_steps": 2})
+    autoprec.compile(model, policy=policy, batches=batches, loss_fn=language_loss, events=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    weight, held = next(model.parameters()), list[int]()
+    for step in range(16):
+        hook = weight.register_hook(lambda g: g * torch.inf) if step % 4 == 3 else None
+        language_loss(model, batches[step % 2]).backward()
+        if hook is not None:
+            hook.remove()
+        optimizer.step()
+        optimizer.zero_grad()
+        held.append(alive_bytes())
+    assert len([e for e in autoprec.session(model).events if e.kind == "bad_step"]) == 4
+    assert held[7] == held[11] == held[15]
