@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils.hooks import RemovableHandle
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from autoprec.execution.replay import CallRecord, shadow, shadow_arguments
 from autoprec.graphs import OpClass
