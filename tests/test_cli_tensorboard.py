@@ -8,32 +8,21 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
-import autoprec
 from autoprec.cli.main import app
 from autoprec.cli.tensorboard import _summary_writer, _Written
 from autoprec.errors import InputError
 from autoprec.plans import Event
 from autoprec.reporting.curves import Curves
 from autoprec.serial import event_from_json_line
-from tests.windows import half, layers
+from tests.windows import overflow_for_some_windows
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a model whose values pass 65504 for some windows, and come back."""
     folder = tmp_path_factory.mktemp("run")
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    model = layers()
-    autoprec.compile(model, policy=half(), events=folder / "autoprec_events.jsonl")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    for size in (*[1.0] * 12, *[3e5] * 8, *[1.0] * 40):
-        optimizer.zero_grad()
-        (model(torch.randn(64, 16) * size) / size).square().mean().backward()
-        optimizer.step()
+    overflow_for_some_windows(folder / "autoprec_events.jsonl")
     return folder
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -56,3 +58,16 @@ def half(**changes: object) -> autoprec.Policy:
         calibration={"steps": 2},
         monitor={"window_steps": 4, "interval_steps": 1, "cooldown_windows": 2},
     ).replaced(**changes)
+
+
+def overflow_for_some_windows(events: Path) -> None:
+    """A run of a model whose values pass 65504 for some windows, and come back; its events go to a file."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = layers()
+    autoprec.compile(model, policy=half(), events=events)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    for size in (*[1.0] * 12, *[3e5] * 8, *[1.0] * 40):
+        optimizer.zero_grad()
+        (model(torch.randn(64, 16) * size) / size).square().mean().backward()
+        optimizer.step()

@@ -1,8 +1,9 @@
-"""Pictures, as SVG: the only place that needs matplotlib."""
+"""Pictures, as SVG."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -10,21 +11,20 @@ from matplotlib.figure import Figure
 from autoprec.planning.reasons import bytes_text
 from autoprec.planning.tradeoffs import Tradeoffs
 
-__all__ = ["tradeoffs_svg"]
+__all__ = ["as_svg", "bytes_unit", "tradeoffs_svg"]
 
 
 def tradeoffs_svg(found: Tradeoffs, title: str) -> str:
     """Predicted step time (or bytes kept, by objective) over predicted peak, with FP32 and the chosen point."""
     timed = found.objective == "time"
     totals = [p.predicted for p in found.points]
-    byte_unit, byte_name = _bytes_unit(max(found.fp32.peak_bytes, *(t.peak_bytes for t in totals)))
+    byte_unit, byte_name = bytes_unit(max(found.fp32.peak_bytes, *(t.peak_bytes for t in totals)))
     time_unit, time_name = _seconds_unit(max(found.fp32.seconds, *(t.seconds for t in totals)))
     x = [t.peak_bytes / byte_unit for t in totals]
     y = [t.seconds / time_unit if timed else t.saved_bytes / byte_unit for t in totals]
     fp32_y = found.fp32.seconds / time_unit if timed else found.fp32.saved_bytes / byte_unit
-    # Text stays text, and the same values give the same file.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "autoprec", "text.parse_math": False}):
-        figure = Figure(figsize=(7.0, 4.5), layout="constrained")
+
+    def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
         axes.step(x, y, where="post", color="0.7", linewidth=1.0, zorder=1)
         axes.scatter(x, y, s=30, color="tab:blue", label="plans", zorder=2)
@@ -42,12 +42,23 @@ def tradeoffs_svg(found: Tradeoffs, title: str) -> str:
         axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
+
+    return as_svg("autoprec", (7.0, 4.5), draw)
+
+
+def as_svg(name: str, inches: tuple[float, float], draw: Callable[[Figure], None]) -> str:
+    """What `draw` puts on a figure. Text stays text, and the same values give the same file; pictures of different
+    names can stand in one page."""
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "text.parse_math": False}):
+        figure = Figure(figsize=inches, layout="constrained")
+        draw(figure)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     return file.getvalue()
 
 
-def _bytes_unit(largest: float) -> tuple[float, str]:
+def bytes_unit(largest: float) -> tuple[float, str]:
+    """In which so many bytes are a number that can be read, and its name."""
     return next(((u, n) for u, n in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if largest >= u), (1.0, "bytes"))
 
 

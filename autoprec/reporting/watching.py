@@ -22,7 +22,7 @@ from autoprec.reporting.differences import NUMBER  # what layers of one kind dif
 from autoprec.reporting.plans import maker, storage_text
 from autoprec.serial.codec import encode
 
-__all__ = ["Figures", "WatchedOp", "WatchedRun", "figures_of", "follow", "run_data", "run_view"]
+__all__ = ["Figures", "WatchedOp", "WatchedRun", "figures_of", "follow", "run_data", "run_header", "run_view"]
 
 #: What a tensor that is kept for backward has for a role in an "assigned" line.
 _KEPT = "kept"
@@ -267,7 +267,7 @@ def run_data(run: WatchedRun) -> dict[str, Any]:
 
 def run_view(run: WatchedRun, name: str, *, width: int, height: int | None = None, note: str = "") -> RenderableType:
     """The run, as wide as it may be and (in a terminal) not higher than it may be; `note` is about the file."""
-    head = _lines(_header(run, name, note))
+    head = _lines(run_header(run, name, note))
     low = height is not None and height < _LOW
     recent = _recent(run.recent[-_FEW_RECENT:] if low else run.recent)
     room = _MOST_ROWS if height is None else max(_LEAST_ROWS, height - len(head) - len(recent) - _AROUND)
@@ -286,7 +286,8 @@ _LOW = 30
 _AROUND = 8
 
 
-def _header(run: WatchedRun, name: str, note: str) -> dict[str, str]:
+def run_header(run: WatchedRun, name: str, note: str = "") -> dict[str, str]:
+    """What is said of the run as a whole: name → value. `note` is about the file."""
     lines = {"run": f"{name} ({note})" if note else name, "plan": _plan(run)}
     if not run.calibrating or run.steps or run.skipped_steps:
         lines["steps"] = f"{run.steps} at the newest line of the file, {run.skipped_steps} skipped"

@@ -1,4 +1,4 @@
-"""Commands about a run: watch, tensorboard, and chaos, which proves what it promises."""
+"""Commands about a run: watch, report, tensorboard, and chaos, which proves what it promises."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from autoprec.cli.command import Json, PolicyName, command
 
-__all__ = ["chaos", "tensorboard", "watch"]
+__all__ = ["chaos", "report", "tensorboard", "watch"]
 
 
 @command
@@ -26,6 +26,21 @@ def watch(
     from autoprec.cli.watching import watch_run
 
     return watch_run(run, interval, once=once, as_json=json)
+
+
+@command
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's file of events, or the folder that it is in.")],
+    out: Annotated[Path, typer.Argument(metavar="FILE", help="The page, a file that ends in .html.")],
+    json: Json = False,
+) -> int:
+    """Write a run's formats over its steps, figures and events as one HTML page.
+
+    Reads nothing but the file of events (autoprec_events.jsonl). The page has everything in it and fetches nothing.
+    """
+    from autoprec.cli.reporting import write_report
+
+    return write_report(run, out, as_json=json)
 
 
 @command
