@@ -17,6 +17,7 @@ from autoprec.numerics.lean import attention, dropout, relu_keeping_bits
 from autoprec.numerics.packing import decode, encode, piece_numel
 from autoprec.plans import Plan, Storage
 from tests.campaigns.ops import same
+from tests.test_lowering import both, furthest, plan_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -178,3 +179,62 @@ def test_bits_of_many_pieces_are_the_bits_of_all(
     y = dropout(x, 0.25)
     [found] = torch.autograd.grad(y, x, g)
     assert torch.equal(found != 0, (y != 0) & (g != 0))
+
+
+class Attends(torch.nn.Module):
+    """Attention of 4 heads, of which some share keys and values, with a mask that is trained, given, or none."""
+
+    def __init__(self, p: float, mask: str, heads: int, causal: bool) -> None:
+        super().__init__()
+        # No bias of keys: softmax takes it away, and its gradient is what rounding leaves.
+        self.made = torch.nn.ModuleList(torch.nn.Linear(32, 8 * h, bias=False) for h in (4, heads, heads))
+        self.p, self.causal = p, causal
+        self.trained = torch.nn.Parameter(torch.randn(4, 64, 64) * 0.1) if mask == "trained" else None
+        self.register_buffer("given", torch.rand(64, 64) < 0.9 if mask == "given" else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (m(x).unflatten(-1, (-1, 8)).transpose(-3, -2) for m in self.made)
+        mask = self.given if self.trained is None else self.trained * 1.0
+        options = {"dropout_p": self.p, "is_causal": self.causal, "enable_gqa": k.shape != q.shape}
+        return F.scaled_dot_product_attention(q, k, v, mask, **options).transpose(-3, -2).flatten(-2)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "p", "mask", "heads", "causal"),
+    [
+        ("fp32", 0.1, "none", 4, False),
+        ("bf16", 0.1, "none", 4, True),
+        ("fp32", 0.5, "given", 2, False),
+        ("fp32", 0.0, "trained", 4, False),
+        ("bf16", 0.2, "trained", 2, False),
+    ],
+)
+def test_compiled_attention_keeps_what_it_is_given_and_one_bit_for_each_probability(
+    fmt: str, p: float, mask: str, heads: int, causal: bool
+) -> None:
+    """The same random numbers as in eager mode: other ones would change results by as much as they are."""
+    torch.manual_seed(0)
+    model, x = Attends(p, mask, heads, causal), torch.randn(4, 64, 32)
+    plan = plan_of({":scaled_dot_product_attention#0": fmt}, {f"made.{i}:linear#0": "fp8_e4m3" for i in range(3)})
+    eager, compiled, run = both(model, plan, x)
+    rounding = 2.0**-8 if fmt == "bf16" else 1e-5
+    assert float((eager[0][0] - compiled[0][0]).norm() / eager[0][0].norm()) < rounding
+    assert furthest(eager[0][1], compiled[0][1]) < rounding
+    (made,) = autoprec.session(run).lowering.compiled
+    bits = [t.bytes for t in made.kept if t.dtype == "uint8"]
+    assert bits == ([4 * 4 * 64 * 64 // 8] if p else [])
+    given = 4 * 64 * 8 * (4 + 2 * heads)
+    assert sum(t.bytes for t in made.kept if t.planned and t.dtype == "float8_e4m3fn") == given
+    rest = made.kept_bytes - given - sum(bits)
+    # Scales; and a trained mask that was cast.
+    assert rest <= 3 * 4 + (2 * 4 * 64 * 64 if (fmt, mask) == ("bf16", "trained") else 0)
+
+
+def test_what_compiled_attention_makes_again_is_not_kept_where_it_equals_what_was_made_before() -> None:
+    """Of BF16 that is kept in BF16."""
+    torch.manual_seed(0)
+    model, x = Attends(0.1, "none", 4, False), torch.randn(4, 64, 32)
+    eager, compiled, run = both(model, plan_of({":scaled_dot_product_attention#0": "bf16"}), x)
+    assert furthest(eager[0][1], compiled[0][1]) < 2.0**-8
+    (made,) = autoprec.session(run).lowering.compiled
+    assert made.kept_bytes == 4 * 4 * 64 * 64 // 8 + 3 * 2 * (4 * 64 * 32)

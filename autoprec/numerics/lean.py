@@ -4,7 +4,8 @@ torch's dropout on a CPU keeps its factors, as wide as its input, and ReLU its r
 Numbers are looked at as integers there, because comparing BF16 numbers, or choosing between them (`torch.where`), takes
 a CPU ten to thirty times as long (docs/measurements/pieces.md). Attention that torch's fused kernels do not take
 (dropout on a CPU, a mask that is trained) keeps its probabilities twice; what it was given, and the state of the random
-generator, say the same, for computing it once more.
+generator, say the same, for computing it once more. A compiled graph has no such state: there it is a bit for each
+probability.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autoprec.numerics import elements
-from autoprec.numerics.compilers import is_traced
+from autoprec.numerics.compilers import is_traced, made_in_backward
 from autoprec.numerics.double_backward import refuse_double_backward
 from autoprec.numerics.packing import pack_bits, piece_numel, unpack_bits
 
@@ -138,6 +139,61 @@ class _Attention(torch.autograd.Function):
         return *(next(found) if w else None for w in wanted), None
 
 
+class _TracedAttention(torch.autograd.Function):
+    """The same for a compiler, which makes the random numbers of both passes itself: what dropout left is kept, as one
+    bit for each probability, and the rest is marked as what is made again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        result, left = _op_by_op(query, key, value, mask, options)
+        ctx.options, ctx.shape = options, None if left is None else left.shape
+        ctx.save_for_backward(query, key, value, mask, None if left is None else pack_bits(left))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("attention with dropout or a trained mask")
+        *inputs, bits = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:4]
+        leaves = [None if t is None else t.detach().requires_grad_(w) for t, w in zip(inputs, wanted, strict=True)]
+        with made_in_backward(grad), torch.enable_grad():
+            left = None if bits is None else unpack_bits(bits, ctx.shape)
+            y, _ = _op_by_op(*leaves, ctx.options, left)  # type: ignore[arg-type]
+        found = iter(torch.autograd.grad(y, [t for t in leaves if t is not None and t.requires_grad], grad))
+        return *(next(found) if w else None for w in wanted), None
+
+
+def _op_by_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    options: dict[str, Any],
+    left: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention as torch computes it without a fused kernel: FP16 and BF16 in FP32, each probability with its random
+    number. And which of these dropout left, None without; `left`: which it left before."""
+    p, made = options["dropout_p"], {k: v for k, v in options.items() if k not in ("dropout_p", "is_causal")}
+    wide = torch.promote_types(query.dtype, torch.float32)
+    q, k, v = (x.to(wide) for x in (query, key, value))
+    if mask is not None and mask.dtype is torch.bool:  # what is underneath only adds masks
+        mask = torch.zeros_like(mask, dtype=wide).masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        mask = mask.to(wide)
+    y, probabilities = torch.ops.aten._scaled_dot_product_attention_math(
+        q, k, v, mask, 0.0, options["is_causal"], **made
+    )
+    if p > 0.0:
+        if left is None:
+            left = torch.empty_like(probabilities).bernoulli_(1.0 - p) != 0
+        if v.shape[-3:-2] != probabilities.shape[-3:-2]:
+            v = v.repeat_interleave(probabilities.shape[-3] // v.shape[-3], -3)
+        y = (probabilities * left.to(wide).div_(1.0 - p)) @ v  # what was made above is not read then, nor compiled
+    return y.to(query.dtype), left
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -153,10 +209,10 @@ def attention(
     is computed once more in the backward pass."""
     options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     unfused = dropout_p > 0.0 or (attn_mask is not None and attn_mask.requires_grad)
-    # A compiler makes the random numbers of both passes itself.
-    if query.is_cuda or is_traced(query) or not unfused or not torch.is_grad_enabled():
+    if query.is_cuda or not unfused or not torch.is_grad_enabled():
         return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)  # type: ignore[arg-type]
-    result = _Attention.apply(query, key, value, attn_mask, options)
+    ours = _TracedAttention if is_traced(query) else _Attention
+    result = ours.apply(query, key, value, attn_mask, options)
     assert isinstance(result, Tensor)
     return result
 

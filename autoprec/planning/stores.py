@@ -103,7 +103,7 @@ class Stores:
     def _others(self, op: Op, root: str, moment: int, unit: int | None) -> list[Saver]:
         """What an op that is no GEMM keeps of a tensor; nothing if that must be kept as it is."""
         unfused, logits = is_unfused(op), keeps_logits(op, self._graph)
-        if self._changes(op) or (unfused and self._graph.compiled):  # compilers keep the probabilities
+        if self._changes(op):
             return []
         found = []
         own = (*op.inputs[:3], *(() if unfused else op.outputs)) if op.kind == ATTENTION else op.saves
