@@ -51,6 +51,7 @@ def test_bad_steps_and_observed_ones_hold_nothing(pieces: bool) -> None:
             hook.remove()
         optimizer.step()
         optimizer.zero_grad()
-        held.append(alive_bytes())
+        if step % 8 == 7:
+            held.append(alive_bytes())
     assert len([e for e in autoprec.session(model).events if e.kind == "bad_step"]) == 4
-    assert held[7] == held[11] == held[15]
+    assert held[0] == held[1]
