@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from autoprec.errors import StateError
+from autoprec.errors import InputError, StateError
 from autoprec.graphs import Role
 from autoprec.plans import AS_IS, Event, Plan
-from autoprec.serial import event_to_json_line, write_text
+from autoprec.serial import event_from_json_line, event_to_json_line, write_text
 
 __all__ = ["EventLog"]
 
@@ -54,6 +54,14 @@ class EventLog:
         else:
             self.before, self.written, kept = len(lines), len(own), [*lines, *own]
         write_text(self._path, "".join(f"{line}\n" for line in kept), StateError)
+
+    def told(self) -> tuple[Path, list[Event]]:
+        """The file, and what the run has written there. Raises `InputError` without one, and for a line that somebody
+        else wrote into it."""
+        if self._path is None:
+            raise InputError("this run writes no file of events, events=None; give compile(…, events=path)")
+        lines = enumerate(_lines(self._path))
+        return self._path, [event_from_json_line("\n" * i + s, str(self._path)) for i, s in lines if i >= self.before]
 
     def note(self, step: int, kind: str, **fields: str) -> None:
         """A line of the file alone."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,16 @@ class Session(Replanning, Resumable):
     def events(self) -> list[Event]:
         """Everything that happened, oldest first."""
         return self._log.events
+
+    def report(self, path: str | PathLike[str]) -> None:
+        """Write what the run has told so far as one HTML page (see `autoprec report`).
+
+        Raises `InputError` if the run writes no file of events, or the page cannot be written.
+        """
+        from autoprec.reporting.pages import write_page  # its pictures take half a second to import
+
+        file, events = self._log.told()
+        write_page(Path(path), str(file), events)
 
     @property
     def device(self) -> Device | None:

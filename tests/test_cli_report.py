@@ -10,13 +10,15 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
+import autoprec
 from autoprec.plans import Event
 from autoprec.reporting.histories import history_of
 from autoprec.reporting.pages import run_page
 from autoprec.serial import event_from_json_line
 from autoprec.serial.values import event_to_json_line
-from tests.windows import overflow_for_some_windows
+from tests.windows import half, layers, overflow_for_some_windows
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -184,3 +186,29 @@ def test_mistakes(run: Run, file: Path, tmp_path: Path) -> None:
     assert code == 2 and f"figures.jsonl:{len(lines) + 1}" in err
     code, _, err = run("report", file, tmp_path / "no folder" / "report.html")
     assert code == 2 and "report.html" in err and not (tmp_path / "no folder").exists()
+
+
+def test_a_session_writes_the_page_of_its_own_run(events: list[Event], tmp_path: Path) -> None:
+    """Behind the lines of another run, which has a plan while this one calibrates."""
+    file = Path("autoprec_events.jsonl")
+    file.write_text("".join(event_to_json_line(e) + "\n" for e in events))
+    model = layers()
+    autoprec.compile(model, policy=half(), events=file)
+    session = autoprec.session(model)
+    session.report("report.html")
+    assert "none yet" in Path("report.html").read_text()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    for _ in range(6):
+        model(torch.randn(64, 16)).square().mean().backward()
+        optimizer.step()
+    session.report(tmp_path / "report.html")
+    own = [event_from_json_line(line) for line in file.read_text().splitlines()[len(events) :]]
+    assert Path("report.html").read_text() == run_page(history_of(own), str(file))
+    assert "bad_step" not in Path("report.html").read_text().partition("</style>")[2]
+    with pytest.raises(autoprec.InputError, match="name a file that ends in .html"):
+        session.report("report.txt")
+    quiet = layers()
+    autoprec.compile(quiet, policy=half(), events=None)
+    with pytest.raises(autoprec.InputError, match="this run writes no file of events"):
+        autoprec.session(quiet).report("other.html")
+    assert not Path("other.html").exists()

@@ -9,23 +9,17 @@ from rich.text import Text
 
 from autoprec.cli.output import show
 from autoprec.cli.watching import opened
-from autoprec.errors import InputError
 from autoprec.plans import Event
-from autoprec.reporting.histories import history_of
-from autoprec.reporting.pages import run_page
+from autoprec.reporting.pages import write_page
 from autoprec.reporting.watching import WatchedRun, follow, run_data
-from autoprec.serial.files import write_text
 
 __all__ = ["write_report"]
 
 
 def write_report(run: Path, out: Path, *, as_json: bool) -> int:
     """Write the page, and say where it is."""
-    if out.suffix.lower() not in (".html", ".htm"):
-        raise InputError(f"{out}: the report is an HTML page; name a file that ends in .html")
     file = opened(run, tuple, _extended)
-    history = history_of(file.run)
-    write_text(out, run_page(history, str(file.path)), InputError)
+    history = write_page(out, str(file.path), file.run)
     told = sum(history.counts.values())
     data = {"run": str(file.path), "report": str(out), "events": dict(history.counts), **run_data(history.now)}
     show(

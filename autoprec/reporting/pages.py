@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from autoprec.errors import InputError
 from autoprec.graphs import Role
-from autoprec.reporting.histories import RunHistory
+from autoprec.plans import Event
+from autoprec.reporting.histories import RunHistory, history_of
 from autoprec.reporting.timelines import curves_svg, formats_svg
 from autoprec.reporting.watching import run_header
+from autoprec.serial.files import write_text
 
-__all__ = ["run_page"]
+__all__ = ["run_page", "write_page"]
 
 #: Events that a page has rows for. A run of weeks may have any number of steps without effect.
 _MOST_EVENTS = 1000
+
+
+def write_page(out: Path, name: str, events: Sequence[Event]) -> RunHistory:
+    """Write the page of a file of events that is called `name`. `InputError` if `out` is no page, or cannot be
+    written; what `history_of` raises."""
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"{out}: the report is an HTML page; name a file that ends in .html")
+    history = history_of(events)
+    write_text(out, run_page(history, name), InputError)
+    return history
 
 
 def run_page(history: RunHistory, name: str) -> str:

@@ -51,7 +51,13 @@ def formats_svg(history: RunHistory) -> str:
                 axes.broken_barh(bars, (row - 0.42, 0.84), color=colours[fmt], linewidth=0.0)
             for kind, marker in _MARKS.items():
                 at = [step for step, k in marks if k == kind]
-                style = {"marker": marker, "s": 16, "c": "white", "edgecolors": "black", "linewidths": 0.6}
+                style: dict[str, Any] = {
+                    "marker": marker,
+                    "s": 16,
+                    "c": "white",
+                    "edgecolors": "black",
+                    "linewidths": 0.6,
+                }
                 axes.scatter(at, [row] * len(at), zorder=3, **style)
         for e in history.told:
             if e.kind == "bad_step":
@@ -143,7 +149,7 @@ def _colours_of(found: Iterable[Sequence[Span]]) -> dict[str, str]:
 def _legend(colours: dict[str, str], rows: Sequence[_Row], told: Iterable[Event]) -> list[Any]:
     handles: list[Any] = [Patch(color=colour, label=fmt) for fmt, colour in colours.items()]
     there = {kind for *_, marks in rows for _, kind in marks}
-    style = {"linestyle": "", "markersize": 4, "markerfacecolor": "white", "markeredgecolor": "black"}
+    style: dict[str, Any] = {"linestyle": "", "markersize": 4, "markerfacecolor": "white", "markeredgecolor": "black"}
     handles += [Line2D([], [], marker=m, label=kind, **style) for kind, m in _MARKS.items() if kind in there]
     if any(e.kind == "bad_step" for e in told):
         handles.append(Line2D([], [], color=_BAD, linewidth=0.6, label="step without effect"))
