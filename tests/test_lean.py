@@ -202,7 +202,6 @@ class Attends(torch.nn.Module):
 @pytest.mark.parametrize(
     ("fmt", "p", "mask", "heads", "causal"),
     [
-        ("fp32", 0.1, "none", 4, False),
         ("bf16", 0.1, "none", 4, True),
         ("fp32", 0.5, "given", 2, False),
         ("fp32", 0.0, "trained", 4, False),
