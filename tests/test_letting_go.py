@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import autoprec
 from autoprec.serial import load_policy
 from tests.models import Transformer, language_loss
+from tests.test_lowering import plan_of
 from tests.test_tournament import observed, plans_of, tournament_of
 
 
@@ -55,3 +56,47 @@ def test_bad_steps_and_observed_ones_hold_nothing(pieces: bool) -> None:
             held.append(alive_bytes())
     assert len([e for e in autoprec.session(model).events if e.kind == "bad_step"]) == 4
     assert held[0] == held[1]
+
+
+class KeepsResults(nn.Module):
+    """Ops that keep their own results, and read a tensor that the plan keeps narrow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        q = x.unflatten(-1, (4, 16)).transpose(0, 1)
+        attended = nn.functional.scaled_dot_product_attention(q, q, q).transpose(0, 1).flatten(1)
+        return self.last(torch.tanh(x) + x.softmax(-1) + attended)
+
+
+@pytest.mark.parametrize("storage", ["fp8_e4m3", "as_is"])
+def test_what_nobody_goes_back_through_is_let_go_of(storage: str) -> None:
+    """A forward pass whose result is dropped, as where somebody evaluates without no_grad()."""
+    model, x = KeepsResults(), torch.randn(256, 64)
+    autoprec.compile(model, plan=plan_of({}, {"first:linear#0": storage}), events=None)
+    held = list[int]()
+    for _ in range(3):
+        model(x)
+        model(x).sum().backward()
+        autoprec.session(model).step()
+        held.append(alive_bytes())
+    assert held[1] == held[2]
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_model_that_is_gone_leaves_nothing(pieces: bool) -> None:
+    """One of several in a process, planned and trained; what timing its ops made is no longer there either."""
+
+    def train() -> None:
+        model = Transformer(width=32, depth=1, vocabulary=64, graph_break=pieces)
+        batches = [torch.randint(0, 64, (4, 33)) for _ in range(2)]
+        autoprec.compile(model, batches=batches, loss_fn=language_loss, events=None)
+        language_loss(model, batches[0]).backward()
+
+    train()  # what is made once for all: tables of numbers
+    before = alive_bytes()
+    train()
+    assert alive_bytes() == before

@@ -38,7 +38,7 @@ def foresee(binding: Binding, arguments: Sequence[Any], structure: StructureReco
 def without_hooks() -> AbstractContextManager[None]:
     """Hooks for saved tensors that may be in force (an eager checkpoint's, the user's own) do not see what is saved
     here: a checkpoint counts what it is given."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x)
 
 
 class _Foreseeing(GraphInterpreter):

@@ -248,7 +248,7 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
 
     def pack(x: Tensor) -> Tensor:
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
+        return x.detach()  # an op's own result would keep the op alive, and the op it
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         y = forward()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoprec.numerics.casts import cast
-from autoprec.numerics.compilers import hooks_in_graph, saved_for_backward
+from autoprec.numerics.compilers import hooks_in_graph, is_traced, saved_for_backward
 from autoprec.numerics.packing import Packed, decode, encode
 
 __all__ = ["Cell", "cast_of_kept", "keep_in", "keeping", "open_cell"]
@@ -134,7 +134,7 @@ def keeping(
     which is its cell from now on."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    outer_pack, outer_unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or (_as_it_is, _as_it_is)
+    outer_pack, outer_unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or (_alone, _as_it_is)
     cell_of = {x.untyped_storage()._cdata: cell for cell, x in zip(cells, reads, strict=True)}
     waiting: list[_Kept] = []
     # autograd holds `pack` until the op's backward pass is over, so what `pack` sees must not keep narrow copies alive
@@ -165,6 +165,12 @@ def keeping(
             kept.close(own.part(kept.tensor) if mine else None, outer_pack)
     cell_of.clear()
     return result
+
+
+def _alone(x: Tensor) -> Tensor:
+    """The tensor without the graph that it comes from. autograd hands over what an op keeps of its own result as that
+    result: kept so, it would keep the op alive and the op it, for ever if no backward pass comes along."""
+    return x if is_traced(x) else x.detach()
 
 
 def _as_it_is(x: Any) -> Any:
