@@ -13,7 +13,8 @@ from pathlib import Path
 from autoprec.errors import InputError, StateError
 from autoprec.graphs import Role
 from autoprec.plans import AS_IS, Event, Plan
-from autoprec.serial import event_from_json_line, event_to_json_line, write_text
+from autoprec.serial import event_to_json_line, write_text
+from autoprec.serial.events import EventsFile
 
 __all__ = ["EventLog"]
 
@@ -60,8 +61,10 @@ class EventLog:
         else wrote into it."""
         if self._path is None:
             raise InputError("this run writes no file of events, events=None; give compile(…, events=path)")
-        lines = enumerate(_lines(self._path))
-        return self._path, [event_from_json_line("\n" * i + s, str(self._path)) for i, s in lines if i >= self.before]
+        file = EventsFile(self._path, list[Event], lambda known, new: [*known, *new])
+        if self._path.exists():  # it does not before the first event
+            file.read()
+        return self._path, file.run[self.before :]
 
     def note(self, step: int, kind: str, **fields: str) -> None:
         """A line of the file alone."""

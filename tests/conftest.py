@@ -63,7 +63,7 @@ _RACES = ("test_tournament", "test_bench", "test_demo")
 
 @pytest.fixture(autouse=True)
 def short_races(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Contestants race for a second at most, and not for four: a tenth of the time that all tests took was for that."""
+    """Contestants race for a second at most, and not for four: in minutes of tests nobody looks at who won."""
     import sys
 
     tournament = sys.modules.get("autoprec.execution.tournament")

@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-import io
 import json
 import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +40,10 @@ from torch.overrides import TorchFunctionMode
 
 import autoprec
 from autoprec.formats import format_named
+from autoprec.plans import Event
+from autoprec.reporting.histories import Span, spans_of
+from autoprec.reporting.pictures import as_svg
+from autoprec.reporting.timelines import COLOURS
 from tests.bench.measure import one_thread
 from tests.bench.workloads import conclude, next_byte_loss, text_batch
 
@@ -442,37 +445,24 @@ def report(runs: Sequence[Run]) -> None:
 
 # The picture ---------------------------------------------------------------------------------------------------------
 
-COLOURS = {"fp32": "#dddddd", "fp16": "#0072b2", "bf16": "#e69f00"}
 VETOED = "#d62728"
 
 
 def picture(run: Run, others: Sequence[Run], setting: Setting) -> str:
     """SVG: the largest activation of each step, and below it the format of every op's result, by the file of events."""
-    spans = format_spans(run, setting)
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "autoprec", "font.size": 8}):
-        figure = Figure(figsize=(8.0, 2.2 + 0.135 * len(spans)), layout="constrained")
+    spans = spans_of((Event(**e) for e in run.events), setting.steps)
+
+    def draw(figure: Figure) -> None:
         top, below = figure.subplots(2, 1, sharex=True, height_ratios=(1.6, 0.135 * len(spans)))
         draw_largest(top, run, others)
         draw_formats(figure, below, run, spans)
         top.set_title(f"{run.name}, seed {run.seed}", fontsize=9)
         below.set_xlim(0, setting.steps)
         below.set_xlabel("step")
-        file = io.StringIO()
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
-
-def format_spans(run: Run, setting: Setting) -> dict[str, list[tuple[int, int, str]]]:
-    """Op → (from step, to step, format) of its result, in the order of the first plan. Calibration is in FP32."""
-    changes = dict[str, list[tuple[int, str]]]()
-    for e in run.of("assigned"):
-        if e["role"] == "output":
-            changes.setdefault(e["op"], [(0, "fp32")]).append((int(e["step"]), e["now"]))
-    ends = {op: [*(step for step, _ in known[1:]), setting.steps] for op, known in changes.items()}
-    return {
-        op: [(step, end, fmt) for (step, fmt), end in zip(known, ends[op], strict=True) if end > step]
-        for op, known in changes.items()
-    }
+    with matplotlib.rc_context({"font.size": 8}):
+        found = as_svg("autoprec", (8.0, 2.2 + 0.135 * len(spans)), draw)
+    return "\n".join(line.rstrip() for line in found.splitlines()) + "\n"
 
 
 def draw_largest(axes: Axes, run: Run, others: Sequence[Run]) -> None:
@@ -492,11 +482,11 @@ def draw_largest(axes: Axes, run: Run, others: Sequence[Run]) -> None:
     axes.grid(alpha=0.3)
 
 
-def draw_formats(figure: Figure, axes: Axes, run: Run, spans: dict[str, list[tuple[int, int, str]]]) -> None:
+def draw_formats(figure: Figure, axes: Axes, run: Run, spans: Mapping[str, Sequence[Span]]) -> None:
     rows = {op: row for row, op in enumerate(spans)}
     for op, known in spans.items():
-        for fmt in dict.fromkeys(fmt for *_, fmt in known):
-            bars = [(step, end - step) for step, end, f in known if f == fmt]
+        for fmt in dict.fromkeys(s.format for s in known):
+            bars = [(s.begin, s.end - s.begin) for s in known if s.format == fmt]
             axes.broken_barh(bars, (rows[op] - 0.42, 0.84), color=COLOURS[fmt], linewidth=0.0)
     for e in run.of("bad_step"):
         axes.axvline(int(e["step"]), color=VETOED, linewidth=0.7)
@@ -509,7 +499,7 @@ def draw_formats(figure: Figure, axes: Axes, run: Run, spans: dict[str, list[tup
     axes.set_yticks(range(len(rows)), [label_of(op) for op in rows], fontsize=6.5)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
-    used = {fmt for known in spans.values() for *_, fmt in known}
+    used = {s.format for known in spans.values() for s in known}
     patches: list[Any] = [Patch(color=colour, label=fmt) for fmt, colour in COLOURS.items() if fmt in used]
     patches += [mark(m, f, told) for kind, role, m, f, told in MARKS if marked(run, kind, role)]
     if run.of("bad_step"):

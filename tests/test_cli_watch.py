@@ -23,11 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from autoprec.cli.watching import EventsFile, _quick_event
 from autoprec.errors import InputError
 from autoprec.plans import Event
-from autoprec.reporting.watching import WatchedRun, follow, run_view
+from autoprec.reporting.runs import WatchedRun, follow
+from autoprec.reporting.watching import run_view
 from autoprec.serial import event_from_json_line, event_to_json_line
+from autoprec.serial.events import EventsFile, _quick_event
 from tests.test_cli import imported_by
 
 Run = Callable[..., tuple[int, str, str]]

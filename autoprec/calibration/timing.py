@@ -244,16 +244,7 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
         for _ in range(1 + len(case.op.checkpoints)):
             once()
 
-    kept: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x.detach()  # an op's own result would keep the op alive, and the op it
-
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        y = forward()
-    known = {t.untyped_storage().data_ptr() for t in (*given, *tensors_of(y))}
-    private = sum(size for pointer, size in kept.items() if pointer not in known)
+    y, private = _with_private_bytes(forward, given)
     device = torch.device(device_type)
     with torch.enable_grad():
         held = {Role.OUTPUT: workspace_bytes(forward, device)}
@@ -315,6 +306,20 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
         backward_workspace=backward_workspace(),
         forward=once if is_repeatable(case.op.kind) else None,
     )
+
+
+def _with_private_bytes(forward: Callable[[], Any], given: Sequence[Tensor]) -> tuple[Any, int]:
+    """The result, and what is kept for its backward pass beside it and what it is given."""
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x.detach()  # an op's own result would keep the op alive, and the op it
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        y = forward()
+    known = {t.untyped_storage().data_ptr() for t in (*given, *tensors_of(y))}
+    return y, sum(size for pointer, size in kept.items() if pointer not in known)
 
 
 def _differentiated(case: TimingCase, result: Any) -> Any:

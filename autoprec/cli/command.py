@@ -16,7 +16,7 @@ import typer
 
 from autoprec.cli.interrupts import heard_interrupts
 
-__all__ = ["BudgetText", "Compiled", "DeviceFile", "Json", "PolicyName", "app", "command"]
+__all__ = ["BudgetText", "Compiled", "DeviceFile", "Json", "PolicyName", "RunFile", "app", "command"]
 
 INTERRUPTED, PIPE_CLOSED = 130, 141
 
@@ -30,6 +30,7 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text.")]
+RunFile = Annotated[Path, typer.Argument(metavar="RUN", help="A run's file of events, or the folder that it is in.")]
 PolicyName = Annotated[str, typer.Option("--policy", help="A policy's name (memory, balanced, …) or its file.")]
 BudgetText = Annotated[
     str | None,

@@ -11,7 +11,7 @@ from autoprec.cli.output import show
 from autoprec.cli.watching import opened
 from autoprec.plans import Event
 from autoprec.reporting.pages import write_page
-from autoprec.reporting.watching import WatchedRun, follow, run_data
+from autoprec.reporting.runs import WatchedRun, follow, run_data
 
 __all__ = ["write_report"]
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.cli.output import console
-from autoprec.cli.watching import EventsFile, check_interval, opened
+from autoprec.cli.watching import check_interval, opened
 from autoprec.errors import InputError
 from autoprec.plans import Event
 from autoprec.reporting.curves import Curves, is_told
+from autoprec.serial.events import EventsFile
 
 __all__ = ["write_curves"]
 

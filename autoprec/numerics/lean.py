@@ -10,6 +10,7 @@ probability.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -130,13 +131,24 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("attention with dropout or a trained mask")
         *inputs, state = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:4]
-        leaves = [None if t is None else t.detach().requires_grad_(w) for t, w in zip(inputs, wanted, strict=True)]
-        with torch.random.fork_rng(devices=()), torch.enable_grad():
-            torch.set_rng_state(state)
-            y = F.scaled_dot_product_attention(*leaves, **ctx.options)  # type: ignore[arg-type]
-        found = iter(torch.autograd.grad(y, [t for t in leaves if t is not None and t.requires_grad], grad))
-        return *(next(found) if w else None for w in wanted), None
+
+        def again(*given: Any) -> Tensor:
+            with torch.random.fork_rng(devices=()):
+                torch.set_rng_state(state)
+                return F.scaled_dot_product_attention(*given, **ctx.options)
+
+        return *_gradients(again, inputs, ctx.needs_input_grad[:4], grad), None
+
+
+def _gradients(
+    again: Callable[..., Tensor], inputs: Sequence[Tensor | None], wanted: Sequence[bool], grad: Tensor
+) -> Iterator[Tensor | None]:
+    """Of the inputs that are wanted, when a function is computed once more."""
+    leaves = [None if t is None else t.detach().requires_grad_(w) for t, w in zip(inputs, wanted, strict=True)]
+    with torch.enable_grad():
+        y = again(*leaves)
+    found = iter(torch.autograd.grad(y, [t for t in leaves if t is not None and t.requires_grad], grad))
+    return (next(found) if w else None for w in wanted)
 
 
 class _TracedAttention(torch.autograd.Function):
@@ -156,13 +168,13 @@ class _TracedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("attention with dropout or a trained mask")
         *inputs, bits = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:4]
-        leaves = [None if t is None else t.detach().requires_grad_(w) for t, w in zip(inputs, wanted, strict=True)]
-        with made_in_backward(grad), torch.enable_grad():
-            left = None if bits is None else unpack_bits(bits, ctx.shape)
-            y, _ = _op_by_op(*leaves, ctx.options, left)  # type: ignore[arg-type]
-        found = iter(torch.autograd.grad(y, [t for t in leaves if t is not None and t.requires_grad], grad))
-        return *(next(found) if w else None for w in wanted), None
+
+        def again(*given: Any) -> Tensor:
+            with made_in_backward(grad):
+                left = None if bits is None else unpack_bits(bits, ctx.shape)
+                return _op_by_op(*given, ctx.options, left)[0]
+
+        return *_gradients(again, inputs, ctx.needs_input_grad[:4], grad), None
 
 
 def _op_by_op(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from autoprec.graphs import Role
 from autoprec.plans import Event
-from autoprec.reporting.watching import figures_of
+from autoprec.reporting.runs import figures_of
 
 __all__ = ["Curves", "Point", "is_told"]
 

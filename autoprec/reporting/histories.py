@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoprec.graphs import Role
 from autoprec.plans import Event
 from autoprec.reporting.curves import Curves, Point, is_told
-from autoprec.reporting.watching import WatchedRun, follow
+from autoprec.reporting.runs import WatchedRun, follow
 
-__all__ = ["RunHistory", "Span", "history_of"]
+__all__ = ["RunHistory", "Span", "history_of", "spans_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def history_of(events: Sequence[Event]) -> RunHistory:
             curves.setdefault(point.name, []).append(point)
     return RunHistory(
         now=now,
-        formats=_spans(own, now.steps),
+        formats=spans_of(own, now.steps),
         curves={name: tuple(points) for name, points in curves.items()},
         told=told,
         counts=dict(Counter(event.kind for event in told)),
@@ -68,8 +68,9 @@ def _beginning(events: Sequence[Event]) -> int:
     return first
 
 
-def _spans(events: Sequence[Event], steps: int) -> dict[str, tuple[Span, ...]]:
-    """Until its plan is there a run calibrates in FP32."""
+def spans_of(events: Iterable[Event], steps: int) -> dict[str, tuple[Span, ...]]:
+    """Op → spans of a run of so many steps, by its events; one of no length where it has no others. Until its plan is
+    there a run calibrates in FP32."""
     known = dict[str, list[tuple[int, str]]]()
     for e in events:
         if e.kind == "assigned" and e.role == Role.OUTPUT:

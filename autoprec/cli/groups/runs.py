@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from autoprec.cli.command import Json, PolicyName, command
+from autoprec.cli.command import Json, PolicyName, RunFile, command
 
 __all__ = ["chaos", "report", "tensorboard", "watch"]
 
 
 @command
 def watch(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's file of events, or the folder that it is in.")],
+    run: RunFile,
     once: Annotated[bool, typer.Option("--once", help="Print the table once, as where the output is a file.")] = False,
     interval: Annotated[float, typer.Option("--interval", metavar="SECONDS", help="How often to look.")] = 2.0,
     json: Json = False,
@@ -30,7 +30,7 @@ def watch(
 
 @command
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's file of events, or the folder that it is in.")],
+    run: RunFile,
     out: Annotated[Path, typer.Argument(metavar="FILE", help="The page, a file that ends in .html.")],
     json: Json = False,
 ) -> int:
@@ -45,7 +45,7 @@ def report(
 
 @command
 def tensorboard(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's file of events, or the folder that it is in.")],
+    run: RunFile,
     logdir: Annotated[Path, typer.Argument(metavar="LOGDIR", help="A new folder, for tensorboard --logdir.")],
     follow: Annotated[bool, typer.Option("--follow", help="Go on as the file grows, until Ctrl-C.")] = False,
     interval: Annotated[float, typer.Option("--interval", metavar="SECONDS", help="How often to look.")] = 5.0,
