@@ -24,7 +24,7 @@ def write_report(run: Path, out: Path, *, as_json: bool) -> int:
     data = {"run": str(file.path), "report": str(out), "events": dict(history.counts), **run_data(history.now)}
     show(
         data,
-        Text(f"report {out}: {history.now.steps} steps, {len(history.formats)} ops, {told} events"),
+        Text(f"report {out}: to step {history.now.steps}, ops: {len(history.formats)}, events: {told}"),
         as_json=as_json,
     )
     return 0
