@@ -31,8 +31,9 @@ class Verdict:
     """An op that must leave a format, and why.
 
     Attributes:
-        trigger: "overflow", "growth", "saturation", "underflow" or "noise"; of an incident, "zero"; of gradients that
-            have come near to the largest number, "range".
+        trigger: "overflow", "growth", "saturation", "underflow" or "noise"; "noise_budget" of an op that has a part in
+            what the plan as a whole rounds away; of an incident, "zero"; of gradients that have come near to the
+            largest number, "range".
         role: "output" of what a value shows, "grad_input" of what a gradient does.
         urgent: whether values have left the format already: then no cool-down counts.
     """

@@ -351,7 +351,7 @@ class Event:
         step: optimizer steps completed before it.
         kind: "calibrated", "planned", "promoted", "demoted", "released" (a format may be used again, and is not),
             "rescaled" (gradients of an FP16 region have another scale), "scheduled", "bad_step", "incident", "warning",
-            "frozen", "unwrapped".
+            "lowered" (what ran as it is until now runs compiled), "frozen", "unwrapped".
         op: the op concerned, or "".
         role: the role of it that showed it, or "".
         was, now: formats before and after, or ""; of "rescaled" the gradient scales.

@@ -10,6 +10,7 @@ from autoprec.budgets import parse_budget
 from autoprec.devices import Device
 from autoprec.errors import InputError
 from autoprec.execution.replay import CallRecord
+from autoprec.execution.slots import Slot
 from autoprec.execution.tournament import Tournament
 from autoprec.floors import Turn
 from autoprec.plans import Plan
@@ -37,6 +38,11 @@ class Replanning:
             _follow_gradients(self, seen)
         if self._schedule.is_due(self.steps):
             replan(self)
+        if (missing := self._takeover.step_over(self.steps, _lowered(self))) is not None:
+            if missing:
+                self._event("warning", trigger="lowering", evidence=f"{missing}: the run waits for its compiler")
+            _prepare(self)
+            self._event("lowered", evidence="the plan runs compiled from now on")
 
     def make_plan(self: Session) -> Plan:  # type: ignore[misc]
         """Plan from what calibration recorded, and run it from the next step on.
@@ -81,20 +87,32 @@ class Replanning:
     def adopt(self: Session, plan: Plan, *, new_window: bool = True) -> None:  # type: ignore[misc]
         """Run a plan from the next call on; between two steps. A window is of one plan, whatever the scales in it."""
         self._frozen.adopt(plan)
-        self.plan = plan
+        before, self.plan = self.plan, plan
         if new_window:
             self._window_steps = self.steps
             self._observed.take_window()
+        later = self._takeover.begins(before, plan, self.steps)
         for slot in self._slots.values():
-            slot.adopt(plan, self._device_type)
-            if slot.trains and slot.calls and (refused := slot.prepare()):
-                self._event("warning", trigger="lowering", evidence=f"{refused}; runs uncompiled under this plan")
+            slot.adopt(plan, self._device_type, compiled=not later)
+        if not later:
+            _prepare(self)
 
     @property
     def _banned(self: Session) -> frozenset[tuple[str, ...]]:  # type: ignore[misc]
         """(op, format) pairs that proved unstable, and (op, format, role) that the schedule forbids by now."""
         graph = self._observed.graph
         return self._stability.floors.banned | self._schedule.banned(self.steps, graph, self.policy.formats)
+
+
+def _lowered(session: Session) -> list[Slot]:
+    """What is compiled before its next call: graphs that train."""
+    return [slot for slot in session._slots.values() if slot.trains and slot.calls]
+
+
+def _prepare(session: Session) -> None:
+    for slot in _lowered(session):
+        if refused := slot.prepare():
+            session._event("warning", trigger="lowering", evidence=f"{refused}; runs uncompiled under this plan")
 
 
 def _tournament(session: Session, calls: Sequence[CallRecord]) -> Tournament:
@@ -133,7 +151,7 @@ def _judge_window(session: Session) -> None:
             f" the median {spike.median:.4g} of its window"
         )
         session._event("incident", trigger="loss_spike", evidence=told)
-    if (turn := session._stability.window_over(session.plan)) is None:
+    if (turn := session._stability.window_over(session.plan, session._scheduler.noise_of)) is None:
         return
     for fields in turn.figures:
         session._log.note(session.steps, "observed", **fields)

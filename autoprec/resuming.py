@@ -73,6 +73,8 @@ def _take(session: Session) -> RunState:
             events_written=session._log.written,
             losses=session._losses.known,
             gradients=stability.gradients,
+            lowered=tuple(sorted(session.lowering.known)),
+            takeover_step=session._takeover.due_step,
         ),
         calibration=observed.profile,
         window=observed.window,
@@ -96,8 +98,10 @@ def _give(session: Session, state: RunState) -> None:
     session._scheduler.device, session._scheduler.given = run.device, run.given
     session._given_plan = False  # it ran before
     session._parts.capture(session.model, run.parts)
+    session.lowering.known_before = frozenset(run.lowered)
     if run.plan is not None:
         session.adopt(run.plan)
+    session._takeover.due_step = run.takeover_step
     session._window_steps, observed.window = counts.window_steps, state.window
     session._losses.known = run.losses
     session._log.begin_with(run.events, run.events_before, run.events_written)

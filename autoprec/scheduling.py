@@ -18,6 +18,7 @@ from autoprec.execution.slots import Slot
 from autoprec.execution.tournament import Outcome, Tournament
 from autoprec.formats import is_operands_only
 from autoprec.graphs import OpGraph
+from autoprec.monitoring.budgets import NoiseJudge
 from autoprec.numerics.dtypes import native_formats
 from autoprec.observing import Observations
 from autoprec.planning.contest import adopt, runners
@@ -194,6 +195,13 @@ class Scheduler:
             plan,
             "" if excess <= 0 else f"the measured peak exceeds the budget by {excess} bytes; no plan takes less",
         )
+
+    def noise_of(self, plan: Plan, window: Profile) -> NoiseJudge | None:
+        """Who judges the noise of a plan under the ranges of a window; None where there is none, or no calibration."""
+        graph, known = self._observed.graph, self._observed.known
+        if plan.is_identity or graph is None or known is None or self.device is None:
+            return None
+        return NoiseJudge(plan, graph, self.device, self.policy, known=known, window=window)
 
     def plan_again(self, before: Plan, banned: frozenset[tuple[str, ...]], tournament: Tournament) -> tuple[Plan, str]:
         """The plan without what may not be, and "" or why it does not keep the budgets: the promoted ops then run in

@@ -31,6 +31,7 @@ from autoprec.execution.lowering import Backend, Lowering
 from autoprec.execution.replay import CallRecord, in_backward, keep_gradients, record_call
 from autoprec.execution.slots import Slot
 from autoprec.execution.stepping import StepGuard
+from autoprec.execution.takeover import Takeover
 from autoprec.graphs import OpGraph
 from autoprec.loss_watch import LossWatch
 from autoprec.observing import Observations, describe_graph
@@ -118,6 +119,7 @@ class Session(Replanning, Resumable):
         self._window_steps = self._bad_in_row = 0
         self._up_front = self._entered = self._sites_settled = False
         self._losses = LossWatch(self.policy.guard)
+        self._takeover = Takeover(self.lowering, self.policy.monitor.takeover_steps, self._device_type)
         self._parts = Parts(self)
         self._calls: deque[CallRecord] = deque(maxlen=_MOST_CALLS)
         self._ran: set[Slot] = set()
@@ -228,7 +230,7 @@ class Session(Replanning, Resumable):
         binding = bind(template, arguments, self._names, buffer_names, self._sites)
         trains = any(self._parameters[f].requires_grad for f in binding.parameters.values())
         slot = Slot(binding=binding, trains=trains, lowering=self.lowering)
-        slot.adopt(self.plan, self._device_type)
+        slot.adopt(self.plan, self._device_type, compiled=self._takeover.due_step is None)
         if self.plan and self.graph and slot.trains and (late := refusals.unplanned(binding, self.graph)):
             self._event("warning", trigger="unplanned", evidence=late)
         return slot
@@ -431,6 +433,7 @@ class Session(Replanning, Resumable):
         self._parts.close()
         dispatch.release(list(self._parameters.values()))
         self._guard.remove()
+        self._takeover.close()
         self._observed.drop()
         self._slots.clear()
         self._calls.clear()

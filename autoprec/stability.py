@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from autoprec.execution.slots import Slot
 from autoprec.floors import Floors, Trends, Turn
 from autoprec.formats import FP16
 from autoprec.graphs import Role
+from autoprec.monitoring.budgets import NoiseJudge
 from autoprec.monitoring.judging import Judge
 from autoprec.monitoring.scaling import (
     RegionScales,
@@ -62,8 +63,9 @@ class Stability:
         self._observed.shift_window(lambda t: after.carried(t) - before.carried(t))
         return Turn(floors=self.floors, plan=better.plan, rescaled=changes)
 
-    def window_over(self, plan: Plan | None) -> Turn | None:
-        """Judge the window that is over; what follows has begun to count. None where nothing was observed in it."""
+    def window_over(self, plan: Plan | None, noise_of: Callable[[Plan, Profile], NoiseJudge | None]) -> Turn | None:
+        """Judge the window that is over; what follows has begun to count. None where nothing was observed in it.
+        `noise_of`: who judges the noise of a plan as a whole."""
         window, graph = self._observed.take_window(), self._observed.graph
         if plan is None or window is None or graph is None:
             return None
@@ -73,7 +75,16 @@ class Stability:
         scaling, before = self._policy.loss_scaling.mode, self._observed.profile
         judge = Judge(plan, graph, window, limits, before=before, trends=self.trends, scaling=scaling)
         better, changes = judge.with_better_scales()
-        turn = self.floors.after(better.verdicts(), better.is_well, limits.cooldown_windows)
+        noise, verdicts = noise_of(plan, window), better.verdicts()
+        if noise is not None and not verdicts:  # what is wrong with an op by itself may be the cause
+            verdicts = noise.verdicts()
+        too_noisy = {(b.op, b.format) for b in self.floors.bans if b.trigger == "noise_budget"}
+
+        def is_well(op: str, fmt: str) -> bool:
+            known = (op, fmt) not in too_noisy or (noise is not None and noise.allows(op, fmt))
+            return known and better.is_well(op, fmt)
+
+        turn = self.floors.after(verdicts, is_well, limits.cooldown_windows)
         turn = replace(turn, plan=better.plan if changes else None, rescaled=changes)
         turn = replace(turn, incidents=judge.incidents(), figures=judge.figures())
         self.floors = turn.floors

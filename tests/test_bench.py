@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from autoprec.demo.tasks import ByteTransformer
 from tests.bench import budgets, categories, lowering
 from tests.bench.__main__ import OBSERVED_PEAK, misses, rows_of
 from tests.bench.binding import uniform_e5m2, widely
@@ -71,9 +73,13 @@ def test_every_category_of_bytes_is_predicted(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("workload", lowering.BARRED)
 def test_torchs_fp8_by_size_has_the_larger_error_at_the_higher_peak(workload: str) -> None:
-    """Both through inductor; `python -m tests.bench.lowering --rivals` has the rest, and seconds."""
+    """Both through inductor, the transformer with one of its four layers; `python -m tests.bench.lowering --rivals` has
+    the rest, and seconds."""
+    used = WORKLOADS[workload]
+    if workload == "transformer":
+        used = replace(used, build=partial(ByteTransformer, width=256, heads=4, depth=1, context=128))
     with one_thread():
-        found = calibrate(WORKLOADS[workload])
+        found = calibrate(used)
         plan = found.planned("memory")
         assert plan is not None
         exact, runs = lowering.contestants(found, plan, lowering.BY_SIZE, lowering.OWN)

@@ -238,7 +238,8 @@ def test_other_sizes() -> None:
 def test_a_plan_that_comes_back_is_not_compiled_again() -> None:
     model, x = Block(), torch.randn(32, 16)
     first, second = plan_of(FORMATS, STORAGES), plan_of(FORMATS)
-    autoprec.compile(model, plan=first, events=None, backend="inductor")
+    at_once = load_policy("balanced").replaced(monitor={"takeover_steps": 0})
+    autoprec.compile(model, plan=first, policy=at_once, events=None, backend="inductor")
     session = autoprec.session(model)
     results = [step(model, x)]
     session.adopt(second)

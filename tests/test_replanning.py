@@ -176,10 +176,12 @@ def test_not_in_a_step_and_not_before_there_is_a_plan() -> None:
 
 @pytest.mark.parametrize("budget", [None, "100%"])
 def test_a_plan_that_does_not_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, budget: str | None) -> None:
-    """The run of weeks goes on; it is told, and the plan that compiled before comes back compiled."""
+    """The run of weeks goes on; it is told, and the plan that compiled before comes back compiled. Without a budget it
+    would have been compiled beside the run."""
     from autoprec.execution import inductor
 
-    chosen = policy(objective="time", rules=[{"match": "2", "pin": "bf16", "optional": True}])
+    monitor = {"window_steps": 8, "interval_steps": 2, "takeover_steps": 2}
+    chosen = policy(objective="time", rules=[{"match": "2", "pin": "bf16", "optional": True}], monitor=monitor)
     run = Training(chosen, budget=budget, backend="inductor")
     run.steps(4)
     first, compiled = run.session.plan, len(run.session.lowering.compiled)

@@ -110,6 +110,8 @@ class Lowering:
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
+        #: Plans that were compiled before the run was stopped: they are not new when they come back.
+        self.known_before: frozenset[str] = frozenset()
         self._graphs: dict[tuple[Binding, str], Inductor] = {}
         self._refused: set[tuple[Binding, str]] = set()
 
@@ -123,12 +125,23 @@ class Lowering:
         """Everything that was compiled so far."""
         return tuple(made for graph in self._graphs.values() for made in graph.compiled)
 
-    def runs(self, binding: Binding, plan: Plan | None, rewritten: Rewritten | None) -> Runner:
+    @property
+    def known(self) -> frozenset[str]:
+        """Fingerprints of plans that were compiled in this run, "" for graphs as they were captured."""
+        return self.known_before | {plan for _, plan in self._graphs}
+
+    def knows(self, plan: Plan) -> bool:
+        """Whether it was compiled in this run."""
+        return ("" if plan.is_identity else plan.fingerprint) in self.known
+
+    def runs(
+        self, binding: Binding, plan: Plan | None, rewritten: Rewritten | None, *, compiled: bool = True
+    ) -> Runner:
         """What is called with the graph's inputs; nothing is compiled before the first call. `rewritten` is None where
         the plan changes nothing, `plan` where there is none yet: that is not worth compiling."""
-        if self.backend == "eager" or plan is None:
+        if self.backend == "eager" or plan is None or not compiled:
             return _Eager(binding, plan, rewritten)
-        key = (binding, "" if rewritten is None or plan is None else plan.fingerprint)
+        key = (binding, "" if rewritten is None else plan.fingerprint)
         if key in self._refused:
             return _Eager(binding, plan, rewritten)
         if key not in self._graphs:

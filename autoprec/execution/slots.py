@@ -45,15 +45,17 @@ class Slot:
     def __post_init__(self) -> None:
         self.runner = self.lowering.runs(self.binding, None, None)
 
-    def adopt(self, plan: Plan | None, device_type: str) -> None:
-        """Run `plan` from the next call on; the identity plan runs the captured graph itself."""
+    def adopt(self, plan: Plan | None, device_type: str, *, compiled: bool = True) -> None:
+        """Run `plan` from the next call on, compiled or as it is; the identity plan runs the captured graph itself."""
         self.plan, self.rewritten = plan, None
         if plan is not None and not plan.is_identity:
             self.rewritten = rewrite(self.binding, plan, device_type)
-        self.runner = self.lowering.runs(self.binding, plan, self.rewritten)
+        self.runner = self.lowering.runs(self.binding, plan, self.rewritten, compiled=compiled)
 
     def prepare(self) -> str:
         """Compile the plan now, where that is to be; "" or why the compiler refused, and the graph runs as it is."""
+        if self.lowering.compiles:  # it may have run as it is until now
+            self.runner = self.lowering.runs(self.binding, self.plan, self.rewritten)
         try:
             self.runner.prepare()
         except UnsupportedError as error:

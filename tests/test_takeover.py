@@ -1,0 +1,236 @@
+"""Plans that are compiled beside the run: by a copy of the process, and taken over at a step that no clock decides."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+
+import autoprec
+from autoprec.execution import inductor, takeover
+from autoprec.execution.beside import Copy, can_copy
+from tests.test_replanning import Training, layers, policy
+
+pytestmark = pytest.mark.skipif(not can_copy("cpu"), reason="processes are copied on Linux only")
+
+STEPS = 6
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_compiled() -> Iterator[None]:
+    """At the beginning of the first test, which is about that."""
+    with fresh_cache():
+        yield
+
+
+def training(**changes: object) -> Training:
+    """Four steps, and a first plan that runs a product in BF16."""
+    monitor = {"window_steps": 100, "interval_steps": 50, "takeover_steps": STEPS}
+    rules = [{"match": "2", "pin": "bf16", "optional": True}]
+    run = Training(policy(objective="time", rules=rules, monitor=monitor, **changes), backend="inductor")
+    run.steps(4)
+    assert run.session.plan is not None and run.session.executed_formats()["2:linear#0"] == "bf16"
+    return run
+
+
+def promote(run: Training) -> None:
+    """A product leaves BF16."""
+    run.session._stability.floors = run.session._stability.floors.with_ban("2:linear#0", "bf16", "noise")
+    run.session.replan()
+
+
+def cache(what: str) -> int:
+    return counters["inductor"][f"fxgraph_cache_{what}"]
+
+
+def test_a_new_plan_runs_at_once_and_is_compiled_beside_it() -> None:
+    run = training()
+    made, before = run.session.lowering.compiled, run.session.plan
+    random_state = torch.get_rng_state()
+    promote(run)
+    assert run.session.plan is not before and torch.equal(torch.get_rng_state(), random_state)
+    counters.clear()
+    run.steps(STEPS - 1)
+    assert run.session.executed_formats().get("2:linear#0", "fp32") == "fp32"
+    assert run.session.lowering.compiled == made and not run.told("lowered") and not counters["inductor"]
+    run.step()
+    assert [e.step for e in run.told("lowered")] == [4 + STEPS] and not run.told("warning")
+    assert len(run.session.lowering.compiled) == len(made) + 1
+    assert cache("hit") == 2 and cache("miss") == 0  # forward and backward pass, compiled by the copy
+    run.steps(2)
+    assert before is not None
+    run.session.adopt(before)  # what was compiled comes back at once
+    assert run.session._takeover.due_step is None
+    run.steps(2)
+    assert cache("miss") == 0 and len(run.session.lowering.compiled) == len(made) + 1
+
+
+def test_under_a_budget_the_run_waits() -> None:
+    """The plan's peak is measured as it will run."""
+    run = training(budget="100%")
+    promote(run)
+    assert run.session._takeover.due_step is None and not run.told("lowered")
+    run.steps(2)
+
+
+def test_a_run_that_goes_on_from_a_state_takes_over_at_the_same_step() -> None:
+    whole = training()
+    promote(whole)
+    whole.steps(2)
+    state, weights, rng = whole.session.state_dict(), whole.model.state_dict(), torch.get_rng_state()
+    weights = {name: x.clone() for name, x in weights.items()}
+    whole.steps(STEPS)
+
+    rest = Training(whole.session.policy, backend="inductor")
+    rest.model.load_state_dict(weights)
+    rest.session.load_state_dict(state)
+    torch.set_rng_state(rng)
+    rest.steps(STEPS)
+    assert all(torch.equal(x, rest.model.state_dict()[name]) for name, x in whole.model.state_dict().items())
+    assert rest.session.events == whole.session.events and len(rest.told("lowered")) == 1
+    # And a plan that was compiled before the state was taken is not new to it.
+    assert all(rest.session.lowering.knows(p) for p in (whole.session.plan, rest.session.plan) if p is not None)
+    assert whole.session.lowering.known == rest.session.lowering.known
+
+
+def test_another_plan_in_the_meantime_ends_the_copy() -> None:
+    run = training()
+    before = run.session.plan
+    promote(run)
+    run.step()
+    copy = run.session._takeover._copy
+    assert copy is not None and before is not None and copy._end.alive
+    run.session.adopt(before)
+    assert not copy._end.alive
+    run.steps(STEPS)
+    assert not run.told("lowered")
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_without_the_copy_the_run_compiles_for_itself(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    run = training()
+    owner = os.getpid()
+    compiler = inductor.compile_fx
+
+    def only_here(*arguments: object, **options: object) -> object:
+        while os.getpid() != owner:
+            if how == "fails":
+                os._exit(3)
+            time.sleep(1)
+        return compiler(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(inductor, "compile_fx", only_here)
+    monkeypatch.setattr(takeover, "_PATIENCE_SECONDS", 1.0 if how == "hangs" else 600.0)
+    promote(run)
+    counters.clear()
+    run.steps(STEPS)
+    [warning] = run.told("warning")
+    assert "the run waits for its compiler" in warning.evidence and cache("hit") + cache("miss") == 2
+    assert len(run.told("lowered")) == 1
+    run.steps(2)
+
+
+def test_unwrap_ends_the_copy() -> None:
+    run = training()
+    promote(run)
+    run.step()
+    copy = run.session._takeover._copy
+    assert copy is not None
+    autoprec.unwrap(run.model)
+    assert not copy._end.alive
+
+
+def test_eager_plans_have_nothing_to_wait_for() -> None:
+    monitor = {"window_steps": 100, "interval_steps": 50, "takeover_steps": STEPS}
+    run = Training(policy(objective="time", monitor=monitor), layers())
+    run.steps(4)
+    promote(run)
+    assert run.session._takeover.due_step is None
+
+
+# The copy ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_leaves_what_it_writes_and_nothing_else(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    told = list[str]()
+
+    def work() -> None:
+        told.append("here")
+        random.random()
+        print("on the terminal")
+        os.write(1, b"on its stream")
+        (tmp_path / "left").write_text("done")
+
+    state = random.getstate()
+    assert Copy(work).wait(60.0)
+    assert (tmp_path / "left").read_text() == "done" and not told
+    assert random.getstate() == state and capfd.readouterr().out == ""
+
+
+def test_a_copy_tells_whether_it_went_well() -> None:
+    def fail() -> NoReturn:
+        raise RuntimeError("no")
+
+    assert not Copy(fail).wait(60.0)
+
+
+def test_a_copy_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    """And a handler of signals that this process has is not the copy's."""
+
+    def work() -> None:
+        child = subprocess.Popen(["sleep", "600"])
+        (tmp_path / "child").write_text(str(child.pid))
+        os.kill(os.getpid(), signal.SIGUSR1)  # by default this ends a process
+        time.sleep(600)
+
+    kept = signal.signal(signal.SIGUSR1, lambda *_: (tmp_path / "handled").touch())
+    try:
+        assert not Copy(work).wait(60.0)
+    finally:
+        signal.signal(signal.SIGUSR1, kept)
+    assert not (tmp_path / "handled").exists()
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+
+    def wait() -> None:
+        (tmp_path / "child").write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+        time.sleep(600)
+
+    (tmp_path / "child").unlink()
+    copy = Copy(wait)
+    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+        time.sleep(0.01)
+    copy.end()
+    copy.end()
+    child = int((tmp_path / "child").read_text())
+    for _ in range(1000):
+        stat = Path(f"/proc/{child}/stat")
+        if not stat.exists() or stat.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.01)
+    pytest.fail("what the copy started is still there")
+
+
+def test_somebody_else_may_wait_for_every_child() -> None:
+    copy = Copy(lambda: None)
+    os.waitpid(copy._pid, 0)
+    assert copy.wait(60.0)
+    other = Copy(lambda: None)
+    os.waitpid(other._pid, 0)
+    other.end()
+
+
+def test_in_another_copied_process_a_copy_is_not_ended() -> None:
+    copy = Copy(lambda: time.sleep(600))
+    assert Copy(copy.end).wait(60.0)
+    os.kill(copy._pid, 0)
+    copy.end()
