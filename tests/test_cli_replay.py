@@ -67,6 +67,12 @@ def test_plan_saves_a_case_that_replays(profile: str, run: Run) -> None:
     assert attempts["HiGHS"]["objective"] == pytest.approx(said["recorded"]["objective"], rel=1e-8)
     _, planned, _ = run("plan", profile, "--policy", "memory", "--dry-run", "--json")
     assert attempts["HiGHS"]["predicted_peak_bytes"] == json.loads(planned)["predicted"]["peak_bytes"]
+
+
+def test_a_replay_is_told_in_words(run: Run) -> None:
+    best = brute_force.solve(problem := solvable())
+    assert best is not None
+    write_case("case.json", Case(problem=problem, objective=best.evaluation.objective))
     code, text, _ = run("replay", "case.json")
     for words in ("HiGHS", "optimal", "recorded", "all agree", "dual bound", "(measured)", "budget"):
         assert words in text

@@ -17,18 +17,18 @@ def test_changes_run_as_claimed() -> None:
 
 
 def test_changes_of_compiled_plans_are_lowered_once() -> None:
-    tally = campaign(4, "inductor")
+    tally = campaign(3, "inductor")
     assert tally.wrong == []
-    assert tally.changes == 4 and tally.lowered >= 2
+    assert tally.changes == 3 and tally.lowered >= 2
 
 
 def test_a_slot_that_keeps_its_plan_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
     adopt, seen = Slot.adopt, list[object]()
 
-    def only_once(self: Slot, plan: object, device_type: str) -> None:
+    def only_once(self: Slot, plan: object, device_type: str, **how: object) -> None:
         seen.append(plan)
         if len(seen) <= 2:  # bound, and the first plan
-            adopt(self, plan, device_type)  # type: ignore[arg-type]
+            adopt(self, plan, device_type, **how)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Slot, "adopt", only_once)
     assert any("is planned in" in wrong for wrong in campaign(3, "eager").wrong)
