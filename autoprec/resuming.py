@@ -73,6 +73,7 @@ def _take(session: Session) -> RunState:
             events_written=session._log.written,
             losses=session._losses.known,
             gradients=stability.gradients,
+            noisy_windows=stability.noisy_windows,
             lowered=tuple(sorted(session.lowering.known)),
             takeover_step=session._takeover.due_step,
         ),
@@ -95,6 +96,7 @@ def _give(session: Session, state: RunState) -> None:
     observed.graph, observed.profile, observed.learned = run.graph, state.calibration, state.learned
     observed.steps, observed.foreseen = counts.calibration_steps, counts.foreseen
     stability.floors, stability.trends, stability.gradients = run.floors, run.trends, run.gradients
+    stability.noisy_windows = run.noisy_windows
     session._scheduler.device, session._scheduler.given = run.device, run.given
     session._given_plan = False  # it ran before
     session._parts.capture(session.model, run.parts)

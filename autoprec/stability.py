@@ -11,7 +11,7 @@ from torch import Tensor
 from autoprec.execution.attribution import Incident
 from autoprec.execution.replay import CallRecord
 from autoprec.execution.slots import Slot
-from autoprec.floors import Floors, Trends, Turn
+from autoprec.floors import Floors, Trends, Turn, Verdict
 from autoprec.formats import FP16
 from autoprec.graphs import Role
 from autoprec.monitoring.budgets import NoiseJudge
@@ -39,12 +39,14 @@ class Stability:
         trends: of the last windows.
         gradients: (tensor, largest magnitude of its gradient), of the last window that told; scales of new plans are
             for these.
+        noisy_windows: 1 after a window in which the plan as a whole had more noise than is allowed.
     """
 
     def __init__(self, policy: Policy, observed: Observations) -> None:
         self._policy, self._observed = policy, observed
         self.floors, self.trends = Floors(), Trends()
         self.gradients: tuple[tuple[str, float], ...] = ()
+        self.noisy_windows = 0
 
     def watches(self, plan: Plan | None) -> bool:
         """Whether windows are worth observing: there is something to lose, or a format that may come back."""
@@ -76,8 +78,8 @@ class Stability:
         judge = Judge(plan, graph, window, limits, before=before, trends=self.trends, scaling=scaling)
         better, changes = judge.with_better_scales()
         noise, verdicts = noise_of(plan, window), better.verdicts()
-        if noise is not None and not verdicts:  # what is wrong with an op by itself may be the cause
-            verdicts = noise.verdicts()
+        if not verdicts:  # what is wrong with an op by itself may be the cause
+            verdicts = self._too_noisy(noise, better.most_lost_db())
         too_noisy = {(b.op, b.format) for b in self.floors.bans if b.trigger == "noise_budget"}
 
         def is_well(op: str, fmt: str) -> bool:
@@ -94,6 +96,14 @@ class Stability:
             standing = [b.changed for b in self.floors.bans if not b.lifted]
             self._observed.forget(min(standing, default=self.floors.windows + 1))
         return turn
+
+    def _too_noisy(self, noise: NoiseJudge | None, lost_db: float) -> tuple[Verdict, ...]:
+        """Verdicts on the noise of the plan as a whole, in the second window in a row that has any: one batch with an
+        outlier makes a window look noisier than its steps are."""
+        found = () if noise is None or lost_db <= noise.slack_db else noise.verdicts()
+        again = bool(found) and self.noisy_windows > 0
+        self.noisy_windows = 0 if again or not found else 1
+        return found if again else ()
 
     def scaled(self, plan: Plan, before: Plan) -> Plan:
         """A plan that was made from calibration, with scales for the gradients of the last window; `before` runs."""

@@ -40,13 +40,19 @@ class NoiseJudge:
         self.plan, self.graph, self.device, self.policy = plan, graph, device, policy
         self._known, self._window = known, window
 
+    @property
+    def slack_db(self) -> float:
+        """Decibels of noise that nobody is blamed for: the noise of a plan cannot have grown by more unless that of one
+        of its tensors has."""
+        return self.policy.monitor.sqnr_drop_db / 2.0
+
     def verdicts(self) -> tuple[Verdict, ...]:
         """(op, format) pairs that must not be, so that the noise is within what the policy allows. Of each weight's
-        gradient, or the loss, that is above that by half of `monitor.sqnr_drop_db`, and above calibration's by as much:
+        gradient, or the loss, that is above that by `slack_db`, and above calibration's by as much:
         those whose roundings are the largest parts."""
         if self._now is None:
             return ()
-        slack = 10.0 ** (self.policy.monitor.sqnr_drop_db / 20.0)
+        slack = 10.0 ** (self.slack_db / 10.0)
         found, wide, now = [], frozenset[tuple[str, str]](), self._levels(frozenset())
         while (worst := self._worst(now, slack)) is not None:
             rest = {pair: self._levels(wide | {pair}) for pair in self._narrow() if pair not in wide}
