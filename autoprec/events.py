@@ -12,7 +12,7 @@ from pathlib import Path
 
 from autoprec.errors import InputError, StateError
 from autoprec.graphs import Role
-from autoprec.plans import AS_IS, Event, Plan
+from autoprec.plans import AS_IS, KEPT, Event, Plan
 from autoprec.serial import event_to_json_line, write_text
 from autoprec.serial.events import EventsFile
 
@@ -95,7 +95,7 @@ class EventLog:
         paid = _moved(before, plan, {self.events[i].op for i in open_})
         for i in open_:
             event = self.events[i]
-            old, new = (p.format_of.get((event.op, Role.OUTPUT), "fp32") for p in (before, plan))
+            old, new = (_format_in(p, event) for p in (before, plan))
             evidence = f"{event.evidence}; {paid}" if paid else event.evidence
             if event.kind == "promoted":
                 self.events[i] = replace(event, now=new, evidence=evidence)
@@ -123,8 +123,15 @@ def _lines(path: Path) -> list[str]:
 
 _OF_PLANS = ("promoted", "demoted")
 
-#: What a kept tensor has for a role, and what roles and kept tensors have without a plan.
-KEPT = "kept"
+
+def _format_in(plan: Plan, event: Event) -> str:
+    """Of the op, or of the tensor that is kept, that an event is about."""
+    if event.role == KEPT:
+        return plan.storage_of.get(event.op, AS_IS)
+    return plan.format_of.get((event.op, Role.OUTPUT), "fp32")
+
+
+#: What roles and kept tensors have without a plan.
 _PLAIN = {False: "fp32", True: AS_IS}
 
 

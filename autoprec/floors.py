@@ -14,7 +14,7 @@ from functools import cached_property
 
 from autoprec.checks import check_amount, check_text, check_unique
 from autoprec.errors import StateError
-from autoprec.plans import Plan, Region
+from autoprec.plans import KEPT, Plan, Region
 from autoprec.profiles import Profile
 
 __all__ = ["Ban", "Floors", "Rescaled", "Trends", "Turn", "Verdict"]
@@ -34,7 +34,8 @@ class Verdict:
         trigger: "overflow", "growth", "saturation", "underflow" or "noise"; "noise_budget" of an op that has a part in
             what the plan as a whole rounds away; of an incident, "zero"; of gradients that have come near to the
             largest number, "range".
-        role: "output" of what a value shows, "grad_input" of what a gradient does.
+        role: "output" of what a value shows, "grad_input" of what a gradient does; "kept" of how a tensor is kept: `op`
+            is its id then.
         urgent: whether values have left the format already: then no cool-down counts.
     """
 
@@ -45,6 +46,11 @@ class Verdict:
     role: str = "output"
 
     @property
+    def kept(self) -> str:
+        """Its role if that is "kept", or ""."""
+        return KEPT if self.role == KEPT else ""
+
+    @property
     def urgent(self) -> bool:
         """See above."""
         return self.trigger == "overflow"
@@ -52,9 +58,10 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Ban:
-    """What happened to an op and a format.
+    """What happened to an op and a format, or to a tensor and one that it was kept in.
 
     Attributes:
+        role: "kept" of how a tensor is kept, `op` is its id then; "" of all roles of an op.
         trigger: of the verdict that banned it last.
         changed: number of the window in which it was banned or came back last.
         times: how often it was banned.
@@ -69,12 +76,18 @@ class Ban:
     times: int = 1
     well: int = 0
     lifted: bool = False
+    role: str = ""
 
     def __post_init__(self) -> None:
         check_text(self.op, "op", StateError, "op")
         check_text(self.format, "format", StateError, "format")
         for name in ("changed", "times", "well"):
             check_amount(getattr(self, name), name, StateError, name)
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What no plan may have: (op id, format), or (tensor id, format, "kept")."""
+        return (self.op, self.format, self.role) if self.role else (self.op, self.format)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,26 +123,24 @@ class Floors:
 
     def __post_init__(self) -> None:
         check_amount(self.windows, "windows", StateError, "windows")
-        check_unique([f"{b.op} {b.format}" for b in self.bans], "the ban", StateError, "bans")
+        check_unique([" ".join(b.key) for b in self.bans], "the ban", StateError, "bans")
 
     @property
-    def banned(self) -> frozenset[tuple[str, str]]:
-        """(op, format) pairs that no plan may have."""
-        return frozenset((b.op, b.format) for b in self.bans if not b.lifted)
+    def banned(self) -> frozenset[tuple[str, ...]]:
+        """What no plan may have (`Ban.key`)."""
+        return frozenset(b.key for b in self.bans if not b.lifted)
 
-    def with_ban(self, op: str, format_name: str, trigger: str) -> Floors:
+    def with_ban(self, op: str, format_name: str, trigger: str, role: str = "") -> Floors:
         """With a format banned from now on, whatever was before."""
-        known = {(b.op, b.format): b for b in self.bans}
-        before = known.get((op, format_name))
-        if before is None:
-            ban = Ban(op=op, format=format_name, trigger=trigger, changed=self.windows)
-        else:
+        ban = Ban(op=op, format=format_name, trigger=trigger, changed=self.windows, role=role)
+        known = {b.key: b for b in self.bans}
+        if (before := known.get(ban.key)) is not None:
             times = before.times + (1 if before.lifted else 0)
             ban = replace(before, trigger=trigger, changed=self.windows, times=times, well=0, lifted=False)
-        return replace(self, bans=tuple((known | {(op, format_name): ban}).values()))
+        return replace(self, bans=tuple((known | {ban.key: ban}).values()))
 
-    def after(self, verdicts: Iterable[Verdict], is_well: Callable[[str, str], bool], cooldown_windows: int) -> Turn:
-        """One more window. `is_well(op, format)`: whether an op would have been well in a banned format."""
+    def after(self, verdicts: Iterable[Verdict], is_well: Callable[[Ban], bool], cooldown_windows: int) -> Turn:
+        """One more window. `is_well`: whether an op, or a tensor, would have been well in a banned format."""
         now = replace(self, windows=self.windows + 1)
         changed = dict[str, int]()
         for ban in self.bans:
@@ -138,15 +149,15 @@ class Floors:
         for v in verdicts:
             rests = v.op in changed and now.windows - changed[v.op] < cooldown_windows
             if v.urgent or not rests:
-                now = now.with_ban(v.op, v.format, v.trigger)
+                now = now.with_ban(v.op, v.format, v.trigger, v.kept)
                 banned.append(v)
-        new = {(v.op, v.format) for v in banned}
+        new = {(v.op, v.format, v.kept) for v in banned}
         bans, lifted = [], []
         for ban in now.bans:
-            if ban.lifted or (ban.op, ban.format) in new:
+            if ban.lifted or (ban.op, ban.format, ban.role) in new:
                 bans.append(ban)
                 continue
-            well = ban.well + 1 if is_well(ban.op, ban.format) else 0
+            well = ban.well + 1 if is_well(ban) else 0
             long_enough = well >= cooldown_windows * 2 ** min(ban.times - 1, _MOST_DOUBLINGS)
             if long_enough and now.windows - ban.changed >= cooldown_windows:
                 ban = replace(ban, well=well, lifted=True, changed=now.windows)

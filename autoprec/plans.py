@@ -14,6 +14,7 @@ from autoprec.graphs import Role
 
 __all__ = [
     "AS_IS",
+    "KEPT",
     "RECOMPUTED",
     "Alternative",
     "Assignment",
@@ -35,6 +36,9 @@ AS_IS = "as_is"
 
 #: Not kept at all: made again in the backward pass from what other ops keep.
 RECOMPUTED = "recomputed"
+
+#: What a tensor that is kept has in place of a role.
+KEPT = "kept"
 
 
 @dataclass(frozen=True, kw_only=True)

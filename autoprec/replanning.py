@@ -163,7 +163,7 @@ def _judge_window(session: Session) -> None:
         session._event("promoted", op=v.op, role=v.role, was=v.format, trigger=v.trigger, evidence=v.evidence)
     for b in turn.lifted:
         evidence = f"well in {b.format} for {b.well} windows, after {b.trigger}"
-        session._event("demoted", op=b.op, now=b.format, trigger="quiet", evidence=evidence)
+        session._event("demoted", op=b.op, role=b.role, now=b.format, trigger="quiet", evidence=evidence)
     _tell_scales(session, turn)
     if turn.banned or turn.lifted:
         replan(session)

@@ -25,7 +25,7 @@ from autoprec.planning.contest import adopt, runners
 from autoprec.planning.planner import ask, by_prediction, fp32_totals, propose, resolve_budget, uniform_plan
 from autoprec.planning.problem import fixed_bytes, optimizer_bytes
 from autoprec.planning.proposals import Proposals, Question
-from autoprec.plans import Assignment, Measurement, Plan
+from autoprec.plans import AS_IS, KEPT, Assignment, Measurement, Plan, Storage
 from autoprec.policies import Budget, Policy, parse_budget
 from autoprec.profiles import Profile
 
@@ -197,9 +197,9 @@ class Scheduler:
         )
 
     def noise_of(self, plan: Plan, window: Profile) -> NoiseJudge | None:
-        """Who judges the noise of a plan under the ranges of a window; None where there is none, or no calibration."""
+        """Who judges the noise of a plan under the ranges of a window; None without a calibration."""
         graph, known = self._observed.graph, self._observed.known
-        if plan.is_identity or graph is None or known is None or self.device is None:
+        if graph is None or known is None or self.device is None:
             return None
         return NoiseJudge(plan, graph, self.device, self.policy, known=known, window=window)
 
@@ -331,13 +331,18 @@ def cuda_devices(device_type: str) -> list[int]:
 
 
 def _without(plan: Plan, banned: frozenset[tuple[str, ...]]) -> Plan:
-    """The plan with banned (op, format) and (op, format, role) in FP32, outside every region."""
+    """The plan with banned (op, format) and (op, format, role) in FP32, outside every region, and (tensor, format,
+    "kept") kept as they are."""
 
     def fix(a: Assignment) -> Assignment:
         is_banned = (a.op, a.format) in banned or (a.op, a.format, str(a.role)) in banned
         return replace(a, format="fp32", reason="promoted") if is_banned else a
 
+    def keep(s: Storage) -> Storage:
+        return replace(s, format=AS_IS, reason="promoted") if (s.tensor, s.format, KEPT) in banned else s
+
     left = {pair[0] for pair in banned if pair[1] == "fp16"}
     kept = [(r, tuple(op for op in r.ops if op not in left)) for r in plan.regions]
     regions = tuple(replace(r, ops=ops) for r, ops in kept if ops)
-    return replace(plan, assignments=tuple(fix(a) for a in plan.assignments), regions=regions)
+    assignments = tuple(fix(a) for a in plan.assignments)
+    return replace(plan, assignments=assignments, storages=tuple(map(keep, plan.storages)), regions=regions)

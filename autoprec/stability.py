@@ -11,7 +11,7 @@ from torch import Tensor
 from autoprec.execution.attribution import Incident
 from autoprec.execution.replay import CallRecord
 from autoprec.execution.slots import Slot
-from autoprec.floors import Floors, Trends, Turn, Verdict
+from autoprec.floors import Ban, Floors, Trends, Turn, Verdict
 from autoprec.formats import FP16
 from autoprec.graphs import Role
 from autoprec.monitoring.budgets import NoiseJudge
@@ -24,7 +24,7 @@ from autoprec.monitoring.scaling import (
     summed_parameters,
 )
 from autoprec.observing import Observations
-from autoprec.plans import Plan
+from autoprec.plans import KEPT, Plan
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
 
@@ -80,11 +80,11 @@ class Stability:
         noise, verdicts = noise_of(plan, window), better.verdicts()
         if not verdicts:  # what is wrong with an op by itself may be the cause
             verdicts = self._too_noisy(noise, better.most_lost_db())
-        too_noisy = {(b.op, b.format) for b in self.floors.bans if b.trigger == "noise_budget"}
 
-        def is_well(op: str, fmt: str) -> bool:
-            known = (op, fmt) not in too_noisy or (noise is not None and noise.allows(op, fmt))
-            return known and better.is_well(op, fmt)
+        def is_well(ban: Ban) -> bool:
+            if ban.trigger == "noise_budget" and (noise is None or not noise.allows(ban)):
+                return False
+            return ban.role == KEPT or better.is_well(ban.op, ban.format)
 
         turn = self.floors.after(verdicts, is_well, limits.cooldown_windows)
         turn = replace(turn, plan=better.plan if changes else None, rescaled=changes)

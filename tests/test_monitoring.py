@@ -171,7 +171,7 @@ def windows(floors: Floors, disturbed: list[bool], *, trigger: str = "overflow",
     told = []
     for now in disturbed:
         verdicts = [verdict(trigger)] if now and ("a", "fp16") not in floors.banned else []
-        turn = floors.after(verdicts, lambda op, fmt, now=now: not now, cooldown)
+        turn = floors.after(verdicts, lambda _, now=now: not now, cooldown)
         floors = turn.floors
         told.append("P" if turn.banned else "D" if turn.lifted else "-")
     return told
@@ -207,7 +207,7 @@ def test_bans_are_told_apart() -> None:
     assert floors.banned == {("a", "fp16"), ("a", "bf16"), ("b", "fp16")}
     again = floors.with_ban("a", "fp16", "overflow")
     assert [b.times for b in again.bans] == [1, 1, 1]  # it was banned all along
-    turn = floors.after([], lambda op, fmt: op == "a" and fmt == "fp16", 1)
+    turn = floors.after([], lambda ban: ban.op == "a" and ban.format == "fp16", 1)
     assert turn.floors.banned == {("a", "bf16"), ("b", "fp16")} and [b.format for b in turn.lifted] == ["fp16"]
     assert turn.floors.with_ban("a", "fp16", "noise").bans[0].times == 2
 

@@ -161,6 +161,10 @@ class Run:
         return autoprec.session(model)
 
     @staticmethod
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x) * x[:, :8].sign()).mean()  # type: ignore[no-any-return]
+
+    @staticmethod
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return (model(x, y) * x[:, :8].sign()).mean()  # type: ignore[no-any-return]
 
@@ -195,3 +199,50 @@ def test_noise_beyond_the_budget_promotes_before_a_tensor_is_judged() -> None:
     run.steps(12, ordinary)
     assert {(e.op, e.trigger) for e in run.told("demoted")} >= {("first:linear#0", "quiet")}
     assert run.session.skipped_steps == 0
+
+
+# What tensors are kept in -------------------------------------------------------------------------------------------
+
+
+def outlying(seed: int) -> Tensor:
+    """With a row that is far from all others: of a format without exponents there is less left for those."""
+    return ordinary(seed) * torch.where(torch.arange(256) == 7, 40.0, 1.0).unsqueeze(1)
+
+
+class Kept(Run):
+    """What the second layer reads is kept in eight bits without an exponent."""
+
+    @staticmethod
+    def _session(chosen: autoprec.Policy) -> Session:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.ReLU(), nn.Linear(64, 8))
+        chosen = chosen.replaced(formats=("fp32",), rules=(), storage={"formats": ("int8",), "recompute": False})
+        batches = [ordinary(k) for k in range(8)]
+        autoprec.compile(model, policy=chosen, batches=batches, loss_fn=Run.loss_of, events=None)
+        return autoprec.session(model)
+
+    def steps(self, count: int, data: Data) -> None:
+        for _ in range(count):
+            self.taken += 1
+            self.optimizer.zero_grad()
+            self.loss_of(self.session.model, data(100 + self.taken)).backward()
+            self.optimizer.step()
+
+
+def test_a_tensor_that_is_kept_too_coarsely_is_kept_otherwise() -> None:
+    run = Kept()
+    assert run.session.plan is not None and run.session.plan.storage_of["1:relu#0"] == "int8"
+    run.steps(8, ordinary)
+    assert not run.told("promoted")
+    run.steps(8, outlying)
+    [event] = run.told("promoted")
+    assert (event.op, event.role, event.was, event.now) == ("1:relu#0", "kept", "int8", "as_is")
+    assert event.trigger == "noise_budget" and "without keeping it in int8 here" in event.evidence
+    assert run.session.plan.storage_of.get("1:relu#0", "as_is") == "as_is"
+    run.steps(8, outlying)
+    assert len(run.told("promoted")) == 1 and not run.told("demoted")
+    run.steps(12, ordinary)
+    [event] = run.told("demoted")
+    assert (event.op, event.role, event.was, event.now) == ("1:relu#0", "kept", "as_is", "int8")
+    assert run.session.plan.storage_of["1:relu#0"] == "int8"

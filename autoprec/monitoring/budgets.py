@@ -9,7 +9,7 @@ from functools import cached_property
 
 from autoprec.devices import Device
 from autoprec.errors import InfeasibleError
-from autoprec.floors import Verdict
+from autoprec.floors import Ban, Verdict
 from autoprec.graphs import OpGraph, Role
 from autoprec.monitoring.renewing import renewed
 from autoprec.monitoring.scaling import RegionScales
@@ -17,7 +17,7 @@ from autoprec.planning.evaluator import Step
 from autoprec.planning.problem import build_problem
 from autoprec.planning.solutions import Choice
 from autoprec.planning.values import Problem
-from autoprec.plans import AS_IS, Plan
+from autoprec.plans import AS_IS, KEPT, RECOMPUTED, Plan, Storage, is_parameter
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
 
@@ -47,32 +47,38 @@ class NoiseJudge:
         return self.policy.monitor.sqnr_drop_db / 2.0
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        """(op, format) pairs that must not be, so that the noise is within what the policy allows. Of each weight's
-        gradient, or the loss, that is above that by `slack_db`, and above calibration's by as much:
-        those whose roundings are the largest parts."""
+        """What must not be, so that the noise is within what the policy allows: formats of ops, and of kept tensors. Of
+        each weight's gradient, or the loss, that is above that by `slack_db`, and above calibration's by as much: those
+        whose roundings are the largest parts."""
         if self._now is None:
             return ()
         slack = 10.0 ** (self.slack_db / 10.0)
-        found, wide, now = [], frozenset[tuple[str, str]](), self._levels(frozenset())
+        found, wide, now = [], frozenset[tuple[str, ...]](), self._levels(frozenset())
         while (worst := self._worst(now, slack)) is not None:
-            rest = {pair: self._levels(wide | {pair}) for pair in self._narrow() if pair not in wide}
-            best = min(rest, key=lambda pair: rest[pair][worst], default=None)
+            rest = {key: self._levels(wide | {key}) for key in self._narrow() if key not in wide}
+            best = min(rest, key=lambda key: rest[key][worst], default=None)
             if best is None or rest[best][worst] > now[worst] * (1.0 - _LEAST_PART):
-                break  # what is left is of tensors that are kept narrow, which are the next plan's
-            op, fmt = best
+                break  # what is left comes of roundings that every plan has
+            op, fmt, *role = best
             told = (
                 f"noise of {_name(worst)} {math.sqrt(now[worst]):.3g} of what the policy allows, and"
-                f" {math.sqrt(self._usual[worst]):.3g} in calibration; {math.sqrt(rest[best][worst]):.3g} in fp32 here"
+                f" {math.sqrt(self._usual[worst]):.3g} in calibration; {math.sqrt(rest[best][worst]):.3g} without"
+                f" {'keeping it in ' if role else ''}{fmt} here"
             )
-            found.append(Verdict(op=op, format=fmt, trigger="noise_budget", evidence=told, role=self._role(op, fmt)))
+            of = role[0] if role else self._role(op, fmt)
+            found.append(Verdict(op=op, format=fmt, trigger="noise_budget", evidence=told, role=of))
             wide, now = wide | {best}, rest[best]
         return tuple(found)
 
-    def allows(self, op: str, format_name: str) -> bool:
-        """Whether the noise would be within what the policy allows, or no more than in calibration, if all roles of the
-        op had this format."""
-        changed = (replace(a, format=format_name) if a.op == op else a for a in self.plan.assignments)
-        plan = replace(self.plan, assignments=tuple(changed))
+    def allows(self, ban: Ban) -> bool:
+        """Whether the noise would be within what the policy allows, or no more than in calibration, without the ban: if
+        all roles of the op had the format, or the tensor was kept in it."""
+        if ban.role == KEPT:
+            rest = (s for s in self.plan.storages if s.tensor != ban.op)
+            plan = replace(self.plan, storages=(*rest, Storage(tensor=ban.op, format=ban.format, reason="")))
+        else:
+            changed = (replace(a, format=ban.format) if a.op == ban.op else a for a in self.plan.assignments)
+            plan = replace(self.plan, assignments=tuple(changed))
         return self._now is not None and self._worst(_levels(self._now, plan), 1.0) is None
 
     @cached_property
@@ -91,7 +97,7 @@ class NoiseJudge:
     def _problem(self, profile: Profile) -> Problem:
         return build_problem(self.graph, profile, self.device, self.policy, living=self.plan.living)
 
-    def _levels(self, wide: frozenset[tuple[str, str]]) -> dict[str, float]:
+    def _levels(self, wide: frozenset[tuple[str, ...]]) -> dict[str, float]:
         assert self._now is not None
         return _levels(self._now, self.plan, wide)
 
@@ -101,19 +107,22 @@ class NoiseJudge:
         worst = max(over, key=over.__getitem__, default=None)
         return None if worst is None or over[worst] <= slack * (1.0 + 1e-9) else worst
 
-    def _narrow(self) -> list[tuple[str, str]]:
-        return list(dict.fromkeys((op, f) for (op, _), f in self.plan.format_of.items() if f != "fp32"))
+    def _narrow(self) -> list[tuple[str, ...]]:
+        """What can be banned (`Ban.key`)."""
+        kept = ((t, f, KEPT) for t, f in self.plan.storage_of.items() if f not in (AS_IS, RECOMPUTED))
+        formats = dict.fromkeys((op, f) for (op, _), f in self.plan.format_of.items() if f != "fp32")
+        return [*formats, *(key for key in kept if not is_parameter(key[0]))]
 
     def _role(self, op: str, fmt: str) -> Role:
         return next(role for role in Role if self.plan.format_of.get((op, role)) == fmt)
 
 
 class _Step(Step):
-    """A step under a plan, whatever the problem offers: with (op id, format) pairs in FP32 instead."""
+    """A step under a plan, whatever the problem offers, but without what `wide` bans (`Ban.key`)."""
 
-    def __init__(self, problem: Problem, plan: Plan, wide: Container[tuple[str, str]]) -> None:
-        kept = ((i, plan.storage_of.get(t.id, AS_IS)) for i, t in enumerate(problem.tensors))
-        stored = frozenset((i, f) for i, f in kept if f in problem.tensors[i].storages)
+    def __init__(self, problem: Problem, plan: Plan, wide: Container[tuple[str, ...]]) -> None:
+        kept = ((i, t, plan.storage_of.get(t.id, AS_IS)) for i, t in enumerate(problem.tensors))
+        stored = frozenset((i, f) for i, t, f in kept if f in t.storages and (t.id, f, KEPT) not in wide)
         super().__init__(problem, Choice(options=(0,) * len(problem.units), stored=stored))
         decided = {**plan.format_of, **{(t, Role.OUTPUT): f for t, f in plan.living.items()}}
         formats = [(u.op, decided.get((u.op, u.role), "fp32")) for u in problem.units]
@@ -124,7 +133,7 @@ class _Step(Step):
         return "fp32" if unit is None else self._formats[unit]
 
 
-def _levels(problem: Problem, plan: Plan, wide: Container[tuple[str, str]] = ()) -> dict[str, float]:
+def _levels(problem: Problem, plan: Plan, wide: Container[tuple[str, ...]] = ()) -> dict[str, float]:
     """Predicted variance in relation to its limit: of each weight's gradient, and of the loss."""
     step = _Step(problem, plan, wide)
     found = {row.weight: v / row.limit for row, v in zip(problem.rows, step.rows(), strict=True) if row.limit > 0.0}

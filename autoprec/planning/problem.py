@@ -84,7 +84,8 @@ def build_problem(
 ) -> Problem:
     """The program whose best choice is the plan.
 
-    `banned` holds (op id, format) pairs that proved unstable, `living` the formats in which frozen parameters live
+    `banned` holds (op id, format) pairs that proved unstable, (op id, format, role) that must not be, and (tensor id,
+    format, "kept") of how tensors must not be kept; `living` the formats in which frozen parameters live
     already, by tensor id. `InfeasibleError` if a rule leaves an op no format that
     it can run in, `DeviceError` naming the first timing that the device lacks, `ProfileError` for another graph's
     profile.
@@ -147,7 +148,7 @@ class _Builder:
         self.nodes = (*backward, *kink_nodes(flow, self.activations, forward, passing), *forward, *rounded)
         self.variances = 2 * flow.gradients
         made_on = device if policy.storage.recompute else None
-        self.stores = Stores(flow, self.weighted, passing, self.workspaces, made_on)
+        self.stores = Stores(flow, self.weighted, passing, self.workspaces, made_on, banned)
 
     def build(self, budget_bytes: int | None) -> Problem:
         graph, policy = self.graph, self.policy

@@ -13,7 +13,7 @@ from autoprec.planning.remaking import Remakings
 from autoprec.planning.saved import PRODUCTS, logits_variance
 from autoprec.planning.uses import Remaking, Saver
 from autoprec.planning.workspaces import Workspaces
-from autoprec.plans import RECOMPUTED
+from autoprec.plans import KEPT, RECOMPUTED
 
 __all__ = ["Keeping", "Stores"]
 
@@ -40,13 +40,14 @@ class Stores:
         passing: dict[int, tuple[tuple[int, float], ...]],
         workspaces: Workspaces,
         device: Device | None,
+        banned: frozenset[tuple[str, ...]],
     ) -> None:
         """`passing`: forward moment → `GradientNode.inputs`. `device`: for seconds of making tensors again; None if
-        that is not wanted."""
+        that is not wanted. `banned`: of (tensor id, format, "kept"), how roots must not be kept."""
         self._flow, self._graph, self._roots, self._prices = flow, flow.graph, flow.roots, flow.prices
         self._unit_of, self._numbers = flow.unit_of, flow.numbers
         self._gemm_of, self._passing, self._workspaces = gemm_of, passing, workspaces
-        roots = flow.roots
+        roots, self._banned = flow.roots, banned
         self._savers: dict[str, list[tuple[int, Op]]] = {}
         self._closed: set[str] = set()
         changed: set[str] = set()
@@ -85,7 +86,8 @@ class Stores:
                 makers.append((moment, unit))
             else:
                 return nothing
-        storages = tuple(f.name for f in self._prices.storages if all(f.name in dict(s.noise) for s in others))
+        wanted = [f.name for f in self._prices.storages if (root, f.name, KEPT) not in self._banned]
+        storages = tuple(f for f in wanted if all(f in dict(s.noise) for s in others))
         remaking = self._remakings.of(root) if self._remakings is not None and not others else None
         if remaking is not None:
             storages = (*storages, RECOMPUTED)

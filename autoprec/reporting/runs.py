@@ -10,14 +10,11 @@ from typing import Any
 
 from autoprec.errors import InputError
 from autoprec.graphs import Role
-from autoprec.plans import Event
+from autoprec.plans import KEPT, Event
 from autoprec.reporting.plans import maker, storage_text
 from autoprec.serial.codec import encode
 
 __all__ = ["Figures", "WatchedOp", "WatchedRun", "figures_of", "follow", "run_data"]
-
-#: What a tensor that is kept for backward has for a role in an "assigned" line.
-_KEPT = "kept"
 
 #: Events that a run keeps in mind.
 _MOST_RECENT = 10
@@ -153,7 +150,7 @@ class _Draft:
         self.ops, self.run = {}, WatchedRun()
 
     def assign(self, event: Event) -> None:
-        if event.role == _KEPT:
+        if event.role == KEPT:
             old = self.op(maker(event.op))
             new = replace(old, kept=_with(old.kept, event.op, event.now))
         else:
