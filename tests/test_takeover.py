@@ -116,6 +116,21 @@ def test_another_plan_in_the_meantime_ends_the_copy() -> None:
     assert not run.told("lowered")
 
 
+def test_where_there_is_no_room_for_a_copy_the_run_compiles_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = training()
+
+    def no_room() -> int:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "fork", no_room)
+    promote(run)
+    run.step()
+    [warning] = run.told("warning")
+    assert "cannot be copied ([Errno 12] Cannot allocate memory): the run waits for its compiler" in warning.evidence
+    assert [e.step for e in run.told("lowered")] == [5] and run.session._takeover.due_step is None
+    run.step()
+
+
 @pytest.mark.parametrize("how", ["fails", "hangs"])
 def test_without_the_copy_the_run_compiles_for_itself(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     run = training()

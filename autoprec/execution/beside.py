@@ -26,7 +26,10 @@ def can_copy(device_type: str) -> bool:
 
 class Copy:
     """A copy of this process, made now, that works and ends. It has its own memory, random states and, of this
-    process's threads, only the one that made it; it writes to no stream, and no handler of a signal runs in it."""
+    process's threads, only the one that made it; it writes to no stream, and no handler of a signal runs in it.
+
+    `OSError` if there is no room for one.
+    """
 
     def __init__(self, work: Callable[[], object]) -> None:
         with warnings.catch_warnings():

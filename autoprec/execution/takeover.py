@@ -44,7 +44,11 @@ class Takeover:
         if self.due_step is None:
             return None
         if step < self.due_step:
-            self._copy = self._copy or Copy(lambda: _compile(slots))
+            try:
+                self._copy = self._copy or Copy(lambda: _compile(slots))
+            except OSError as error:  # no memory for it, say
+                self.close()
+                return f"this process cannot be copied ({error})"
             return None
         copy = self._copy
         well = copy is not None and copy.wait(_PATIENCE_SECONDS)
