@@ -199,6 +199,16 @@ def test_a_copy_tells_whether_it_went_well() -> None:
     assert not Copy(fail).wait(60.0)
 
 
+def ended(pid: int) -> bool:
+    """Whether a process ends within ten seconds."""
+    stat = Path(f"/proc/{pid}/stat")
+    for _ in range(1000):
+        if not stat.exists() or stat.read_text().split()[2] == "Z":
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def test_a_copy_is_ended_with_what_it_started(tmp_path: Path) -> None:
     """And a handler of signals that this process has is not the copy's."""
 
@@ -227,12 +237,26 @@ def test_a_copy_is_ended_with_what_it_started(tmp_path: Path) -> None:
     copy.end()
     copy.end()
     child = int((tmp_path / "child").read_text())
-    for _ in range(1000):
-        stat = Path(f"/proc/{child}/stat")
-        if not stat.exists() or stat.read_text().split()[2] == "Z":
-            return
+    assert ended(child), "what the copy started is still there"
+
+
+def test_a_copy_ends_with_its_process(tmp_path: Path) -> None:
+    """Also if that is killed, in the midst of a copy that waits for ever."""
+
+    def wait() -> None:
+        (tmp_path / "copy").write_text(str(os.getpid()))
+        time.sleep(600)
+
+    def run() -> None:
+        copy = Copy(wait)
+        time.sleep(600 if copy else 0)
+
+    outer = Copy(run)
+    while not (tmp_path / "copy").exists() or not (tmp_path / "copy").read_text():
         time.sleep(0.01)
-    pytest.fail("what the copy started is still there")
+    os.kill(outer._pid, signal.SIGKILL)
+    assert not outer.wait(60.0)
+    assert ended(int((tmp_path / "copy").read_text()))
 
 
 def test_somebody_else_may_wait_for_every_child() -> None:

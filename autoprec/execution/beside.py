@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -13,6 +14,9 @@ from contextlib import suppress
 from typing import NoReturn
 
 __all__ = ["Copy", "can_copy"]
+
+#: Asks Linux for a signal when the process that this one is a copy of ends, however it does (linux/prctl.h).
+_PR_SET_PDEATHSIG = 1
 
 #: Between two looks whether a copy has ended.
 _LOOK_SECONDS = 0.01
@@ -32,14 +36,15 @@ class Copy:
     """
 
     def __init__(self, work: Callable[[], object]) -> None:
+        owner = os.getpid()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # other threads may hold locks: see `wait`
             self._pid = os.fork()
         if self._pid == 0:
-            _run(work)
+            _run(work, owner)
         with suppress(OSError):  # whoever comes first; it may have ended by now
             os.setpgid(self._pid, self._pid)
-        self._end = weakref.finalize(self, _end, self._pid, os.getpid())
+        self._end = weakref.finalize(self, _end, self._pid, owner)
 
     def wait(self, limit_seconds: float) -> bool:
         """Whether it has ended, and its work went well. A copy that does not end by itself is ended: it may wait for a
@@ -70,9 +75,12 @@ def _end(pid: int, owner: int) -> None:
             os.waitpid(pid, 0)
 
 
-def _run(work: Callable[[], object]) -> NoReturn:
+def _run(work: Callable[[], object], owner: int) -> NoReturn:
     status = 1
     try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != owner:  # it was gone before that
+            return
         os.setpgid(0, 0)
         os.nice(10)
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
