@@ -38,11 +38,8 @@ class Replanning:
             _follow_gradients(self, seen)
         if self._schedule.is_due(self.steps):
             replan(self)
-        if (missing := self._takeover.step_over(self.steps, _lowered(self))) is not None:
-            if missing:
-                self._event("warning", trigger="lowering", evidence=f"{missing}: the run waits for its compiler")
-            _prepare(self)
-            self._event("lowered", evidence="the plan runs compiled from now on")
+        if self._takeover.due_step is not None:
+            _take_over(self)
 
     def make_plan(self: Session) -> Plan:  # type: ignore[misc]
         """Plan from what calibration recorded, and run it from the next step on.
@@ -91,7 +88,8 @@ class Replanning:
         if new_window:
             self._window_steps = self.steps
             self._observed.take_window()
-        later = self._takeover.begins(before, plan, self.steps)
+            self._stability.was_noisy = False
+        later = self._takeover.begins(before, plan, self.steps, self._device_type)
         for slot in self._slots.values():
             slot.adopt(plan, self._device_type, compiled=not later)
         if not later:
@@ -109,10 +107,28 @@ def _lowered(session: Session) -> list[Slot]:
     return [slot for slot in session._slots.values() if slot.trains and slot.calls]
 
 
-def _prepare(session: Session) -> None:
+def _prepare(session: Session) -> bool:
+    """Whether the compiler took any."""
+    taken = False
     for slot in _lowered(session):
         if refused := slot.prepare():
             session._event("warning", trigger="lowering", evidence=f"{refused}; runs uncompiled under this plan")
+        else:
+            taken = True
+    return taken
+
+
+def _take_over(session: Session) -> None:
+    """Is what was compiled beside the run due?"""
+    missing = session._takeover.step_over(session.steps, _lowered(session), session._device_type)
+    if missing is None:
+        return
+    if missing:
+        session._event("warning", trigger="lowering", evidence=f"{missing}: the run waits for its compiler")
+    for slot in session._slots.values():  # also those that are compiled when they are called
+        slot.lower()
+    if _prepare(session):
+        session._event("lowered", evidence="the plan runs compiled from now on")
 
 
 def _tournament(session: Session, calls: Sequence[CallRecord]) -> Tournament:

@@ -73,7 +73,7 @@ def _take(session: Session) -> RunState:
             events_written=session._log.written,
             losses=session._losses.known,
             gradients=stability.gradients,
-            noisy_windows=stability.noisy_windows,
+            was_noisy=stability.was_noisy,
             lowered=tuple(sorted(session.lowering.known)),
             takeover_step=session._takeover.due_step,
         ),
@@ -96,14 +96,17 @@ def _give(session: Session, state: RunState) -> None:
     observed.graph, observed.profile, observed.learned = run.graph, state.calibration, state.learned
     observed.steps, observed.foreseen = counts.calibration_steps, counts.foreseen
     stability.floors, stability.trends, stability.gradients = run.floors, run.trends, run.gradients
-    stability.noisy_windows = run.noisy_windows
     session._scheduler.device, session._scheduler.given = run.device, run.given
     session._given_plan = False  # it ran before
     session._parts.capture(session.model, run.parts)
     session.lowering.known_before = frozenset(run.lowered)
     if run.plan is not None:
         session.adopt(run.plan)
-    session._takeover.due_step = run.takeover_step
+    if run.plan is not None and run.takeover_step is not None and run.takeover_step > run.counts.steps:
+        session._takeover.goes_on(run.plan, run.takeover_step)
+        for slot in session._slots.values():
+            slot.adopt(run.plan, session._device_type, compiled=False)
+    stability.was_noisy = run.was_noisy
     session._window_steps, observed.window = counts.window_steps, state.window
     session._losses.known = run.losses
     session._log.begin_with(run.events, run.events_before, run.events_written)

@@ -119,7 +119,7 @@ class Session(Replanning, Resumable):
         self._window_steps = self._bad_in_row = 0
         self._up_front = self._entered = self._sites_settled = False
         self._losses = LossWatch(self.policy.guard)
-        self._takeover = Takeover(self.lowering, self.policy.monitor.takeover_steps, self._device_type)
+        self._takeover = Takeover(self.lowering, self.policy.monitor.takeover_steps)
         self._parts = Parts(self)
         self._calls: deque[CallRecord] = deque(maxlen=_MOST_CALLS)
         self._ran: set[Slot] = set()

@@ -39,14 +39,14 @@ class Stability:
         trends: of the last windows.
         gradients: (tensor, largest magnitude of its gradient), of the last window that told; scales of new plans are
             for these.
-        noisy_windows: 1 after a window in which the plan as a whole had more noise than is allowed.
+        was_noisy: whether in the last window the plan as a whole had more noise than is allowed.
     """
 
     def __init__(self, policy: Policy, observed: Observations) -> None:
         self._policy, self._observed = policy, observed
         self.floors, self.trends = Floors(), Trends()
         self.gradients: tuple[tuple[str, float], ...] = ()
-        self.noisy_windows = 0
+        self.was_noisy = False
 
     def watches(self, plan: Plan | None) -> bool:
         """Whether windows are worth observing: there is something to lose, or a format that may come back."""
@@ -78,8 +78,10 @@ class Stability:
         judge = Judge(plan, graph, window, limits, before=before, trends=self.trends, scaling=scaling)
         better, changes = judge.with_better_scales()
         noise, verdicts = noise_of(plan, window), better.verdicts()
-        if not verdicts:  # what is wrong with an op by itself may be the cause
-            verdicts = self._too_noisy(noise, better.most_lost_db())
+        if verdicts:  # what is wrong with an op by itself may be the cause of the rest
+            self.was_noisy = False
+        else:
+            verdicts = self._too_noisy(noise)
 
         def is_well(ban: Ban) -> bool:
             if ban.trigger == "noise_budget" and (noise is None or not noise.allows(ban)):
@@ -97,12 +99,12 @@ class Stability:
             self._observed.forget(min(standing, default=self.floors.windows + 1))
         return turn
 
-    def _too_noisy(self, noise: NoiseJudge | None, lost_db: float) -> tuple[Verdict, ...]:
+    def _too_noisy(self, noise: NoiseJudge | None) -> tuple[Verdict, ...]:
         """Verdicts on the noise of the plan as a whole, in the second window in a row that has any: one batch with an
         outlier makes a window look noisier than its steps are."""
-        found = () if noise is None or lost_db <= noise.slack_db else noise.verdicts()
-        again = bool(found) and self.noisy_windows > 0
-        self.noisy_windows = 0 if again or not found else 1
+        found = () if noise is None else noise.verdicts()
+        again = self.was_noisy and bool(found)
+        self.was_noisy = bool(found) and not again
         return found if again else ()
 
     def scaled(self, plan: Plan, before: Plan) -> Plan:

@@ -50,7 +50,7 @@ class Run:
             `events_written`: that the run has written.
         losses: of the window in progress, and the spread of the one before.
         gradients: (tensor, largest magnitude of its gradient), of the last window that told.
-        noisy_windows: see `Stability`.
+        was_noisy: see `Stability`.
         lowered: fingerprints of plans that were compiled.
         takeover_step: after which the plan, which runs as it is until then, runs compiled; None where nothing waits.
     """
@@ -72,14 +72,13 @@ class Run:
     events_written: int = 0
     losses: Losses = Losses()
     gradients: tuple[tuple[str, float], ...] = ()
-    noisy_windows: int = 0
+    was_noisy: bool = False
     lowered: tuple[str, ...] = ()
     takeover_step: int | None = None
 
     def __post_init__(self) -> None:
         check_unique([name for name, _ in self.parameters], "the parameter", StateError, "parameters")
         check_amount(self.events_before, "events_before", StateError, "events_before")
-        check_amount(self.noisy_windows, "noisy_windows", StateError, "noisy_windows")
         check_amount(self.events_written, "events_written", StateError, "events_written")
         if self.takeover_step is not None:
             check_amount(self.takeover_step, "takeover_step", StateError, "takeover_step")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from functools import cache
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import autoprec
+from autoprec import states
+from autoprec.errors import StateError
+from autoprec.floors import Ban
 from autoprec.formats import FP16
 from autoprec.monitoring import budgets
 from autoprec.monitoring.budgets import NoiseJudge
@@ -19,6 +23,8 @@ from autoprec.numerics.histograms import histogram, sample
 from autoprec.planning.noise import relative_error
 from autoprec.planning.problem import build_problem
 from autoprec.profiles import Profile, RangeHistogram, TensorProfile
+from autoprec.serial import state_from_parts
+from autoprec.serial.trees import Source
 from autoprec.sessions import Session
 
 Data = Callable[[int], Tensor]
@@ -140,6 +146,17 @@ class TwoInputs(nn.Module):
         return self.first(x) + self.second(y)
 
 
+def test_a_window_like_calibration_allows_what_runs_and_no_more_than_the_budget() -> None:
+    session = calibrated(ordinary)
+    assert session.plan and session.profile
+    [(op, fmt), *_] = [(op, f) for (op, _), f in session.plan.format_of.items() if f == "fp16"]
+    assert judge(session, session).allows(Ban(op=op, format=fmt, trigger="noise_budget", changed=0))
+    tight = copy.copy(judge(session, session))
+    tight.policy = session.policy.replaced(noise={"gradient": 1e-6, "loss": 1e9})
+    coarser = Ban(op=op, format="fp8_e5m2", trigger="noise_budget", changed=0)
+    assert not tight.allows(coarser)
+
+
 class Run:
     """Under a plan that uses nine tenths of the noise that is allowed."""
 
@@ -179,6 +196,13 @@ class Run:
         return [e for e in self.session.events if e.kind == kind]
 
 
+def read_back(session: Session) -> states.Run:
+    state = session.state_dict()
+    header = state.pop("autoprec")
+    arrays = {name: x.numpy() for name, x in state.items()}
+    return state_from_parts(header, arrays, Source("a state", StateError)).run
+
+
 def test_noise_beyond_the_budget_promotes_before_a_tensor_is_judged() -> None:
     drop = 10.0 * math.log10(
         relative_error(histogram(sample(small(0))), FP16) / relative_error(histogram(sample(ordinary(0))), FP16)
@@ -189,6 +213,7 @@ def test_noise_beyond_the_budget_promotes_before_a_tensor_is_judged() -> None:
     assert not run.told("promoted")
     run.steps(4, small)
     assert not run.told("promoted")  # once may be an accident
+    assert read_back(run.session).was_noisy
     run.steps(4, small)
     events = run.told("promoted")
     assert events and {e.trigger for e in events} == {"noise_budget"} and events[0].op == "first:linear#0"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
-import random
 import signal
 import subprocess
 import time
@@ -13,12 +14,14 @@ from typing import NoReturn
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 import autoprec
 from autoprec.execution import inductor, takeover
 from autoprec.execution.beside import Copy, can_copy
+from tests.test_lowering import plan_of
 from tests.test_replanning import Training, layers, policy
 
 pytestmark = pytest.mark.skipif(not can_copy("cpu"), reason="processes are copied on Linux only")
@@ -145,7 +148,9 @@ def test_without_the_copy_the_run_compiles_for_itself(monkeypatch: pytest.Monkey
         return compiler(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(inductor, "compile_fx", only_here)
-    monkeypatch.setattr(takeover, "_PATIENCE_SECONDS", 1.0 if how == "hangs" else 600.0)
+    if how == "hangs":
+        monkeypatch.setattr(takeover, "_PATIENCE_SECONDS", 1.0)
+        monkeypatch.setattr(takeover, "_PATIENCE_TIMES", 0.0)
     promote(run)
     counters.clear()
     run.steps(STEPS)
@@ -153,6 +158,98 @@ def test_without_the_copy_the_run_compiles_for_itself(monkeypatch: pytest.Monkey
     assert "the run waits for its compiler" in warning.evidence and cache("hit") + cache("miss") == 2
     assert len(run.told("lowered")) == 1
     run.steps(2)
+
+
+class HalfFrozen(nn.Module):
+    """Two graphs, of which one has no trainable parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.back, self.head = nn.Linear(16, 32).requires_grad_(False), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.back(x))
+        torch._dynamo.graph_break()
+        return self.head(x)
+
+
+def test_graphs_that_are_compiled_when_they_are_called_take_over_too() -> None:
+    """Or a run that goes on from a state would run them otherwise."""
+    monitor = {"window_steps": 100, "interval_steps": 50, "takeover_steps": 2}
+    run = Training(policy(objective="time", monitor=monitor), HalfFrozen(), backend="inductor")
+    run.steps(4)
+    run.session.adopt(plan_of({"head:linear#0": "bf16"}))
+    run.steps(1)
+    slots = run.session._slots.values()
+    assert [slot.trains for slot in slots] == [False, True]
+    assert not any(isinstance(slot.runner, inductor.Inductor) for slot in slots)
+    run.steps(2)
+    assert len(run.told("lowered")) == 1
+    assert all(isinstance(slot.runner, inductor.Inductor) for slot in slots)
+
+
+def test_a_plan_that_comes_while_another_waits_waits_no_longer() -> None:
+    run = training()
+    promote(run)
+    run.steps(2)
+    due = run.session._takeover.due_step
+    run.session.adopt(run.session.plan)  # type: ignore[arg-type]
+    assert run.session._takeover.due_step == due and run.session._takeover._copy is not None
+    run.session.adopt(plan_of({"0:linear#0": "bf16"}))
+    assert run.session._takeover.due_step == due == 4 + STEPS and run.session._takeover._copy is None
+    run.steps(STEPS - 2)
+    assert [e.step for e in run.told("lowered")] == [due]
+
+
+def test_a_state_of_a_step_that_was_due_runs_compiled_at_once() -> None:
+    run = training()
+    promote(run)
+    run.steps(2)
+    state = run.session.state_dict()
+    assert run.session._takeover.due_step == 4 + STEPS
+    header = json.loads(state["autoprec"])
+    header["run"]["takeover_step"] = 6
+    rest = Training(run.session.policy, backend="inductor")
+    rest.session.load_state_dict(state | {"autoprec": json.dumps(header)})
+    assert rest.session._takeover.due_step is None
+    rest.step()
+    assert all(isinstance(slot.runner, inductor.Inductor) for slot in rest.session._slots.values())
+
+
+def test_a_step_may_end_where_there_are_no_gradients() -> None:
+    """A plan is compiled as it will run, wherever that is."""
+    run = training()
+    promote(run)
+    run.optimizer = None  # type: ignore[assignment]
+    for _ in range(STEPS + 2):
+        run.model.zero_grad()
+        run.model(torch.randn(128, 16)).square().mean().backward()
+        with torch.no_grad():
+            run.session.step()
+    assert len(run.told("lowered")) == 1
+
+
+def test_what_a_copy_was_making_has_no_name(tmp_path: Path) -> None:
+    """Whoever finds a file in the cache takes it for whole."""
+    seen = list[tuple[str, bool]]()
+
+    def build(command: str, cwd: str) -> None:
+        made = command.split()[-1]
+        (tmp_path / made).write_text("half")
+        seen.append((made, (tmp_path / "kernel.so").exists()))
+
+    takeover._whole(build)("g++ kernel.cpp -o kernel.so", str(tmp_path))
+    assert [there for _, there in seen] == [False] and seen[0][0] != "kernel.so"
+    assert (tmp_path / "kernel.so").read_text() == "half" and not (tmp_path / seen[0][0]).exists()
+
+
+@pytest.mark.parametrize("how", ["fx_graph_cache", "force_disable_caches"])
+def test_without_a_cache_the_run_waits(how: str) -> None:
+    run = training()
+    with torch._inductor.config.patch({how: how != "fx_graph_cache"}):
+        promote(run)
+        assert run.session._takeover.due_step is None
+        run.step()
 
 
 def test_unwrap_ends_the_copy() -> None:
@@ -177,19 +274,37 @@ def test_eager_plans_have_nothing_to_wait_for() -> None:
 
 
 def test_a_copy_leaves_what_it_writes_and_nothing_else(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    told = list[str]()
+    class Finalized:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            (tmp_path / f"finalized by {os.getpid()}").touch()
+
+    reads, writes = os.pipe()
+    log = open(tmp_path / "log", "w", buffering=1)  # noqa: SIM115
 
     def work() -> None:
-        told.append("here")
-        random.random()
         print("on the terminal")
         os.write(1, b"on its stream")
-        (tmp_path / "left").write_text("done")
+        log.write("in a log")
+        log.flush()
+        gc_rounds = [[k] for k in range(10**5)]
+        (tmp_path / "left").write_text(f"done {len(gc_rounds)}")
+        time.sleep(600)
 
-    state = random.getstate()
-    assert Copy(work).wait(60.0)
-    assert (tmp_path / "left").read_text() == "done" and not told
-    assert random.getstate() == state and capfd.readouterr().out == ""
+    Finalized()  # a cycle, which a collector would find
+    copy = Copy(work)
+    os.close(writes)
+    assert os.read(reads, 1) == b""  # it holds the other end open no longer
+    os.close(reads)
+    while not (tmp_path / "left").exists() or not (tmp_path / "left").read_text():
+        time.sleep(0.01)
+    copy.end()
+    gc.collect()
+    assert (tmp_path / "left").read_text() == "done 100000"
+    assert capfd.readouterr().out == "" and (tmp_path / "log").read_text() == ""
+    assert [p.name for p in tmp_path.glob("finalized*")] == [f"finalized by {os.getpid()}"]
 
 
 def test_a_copy_tells_whether_it_went_well() -> None:
@@ -271,5 +386,5 @@ def test_somebody_else_may_wait_for_every_child() -> None:
 def test_in_another_copied_process_a_copy_is_not_ended() -> None:
     copy = Copy(lambda: time.sleep(600))
     assert Copy(copy.end).wait(60.0)
-    os.kill(copy._pid, 0)
+    assert os.waitpid(copy._pid, os.WNOHANG) == (0, 0)  # it runs
     copy.end()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import NoReturn
 
@@ -30,21 +31,27 @@ def can_copy(device_type: str) -> bool:
 
 class Copy:
     """A copy of this process, made now, that works and ends. It has its own memory, random states and, of this
-    process's threads, only the one that made it; it writes to no stream, and no handler of a signal runs in it.
+    process's threads, only the one that made it. What was open is not: files, sockets, locks; it writes to no stream or
+    log, no handler of a signal runs in it, and what it no longer needs is not finalized.
 
     `OSError` if there is no room for one.
     """
 
     def __init__(self, work: Callable[[], object]) -> None:
         owner = os.getpid()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # other threads may hold locks: see `wait`
-            self._pid = os.fork()
-        if self._pid == 0:
-            _run(work, owner)
-        with suppress(OSError):  # whoever comes first; it may have ended by now
-            os.setpgid(self._pid, self._pid)
-        self._end = weakref.finalize(self, _end, self._pid, owner)
+        # Nothing may be raised, in either process, before each is known to be what it is.
+        heard = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # other threads may hold locks: see `wait`
+                self._pid = os.fork()
+            if self._pid == 0:
+                _run(work, owner, heard)
+            with suppress(OSError):  # whoever comes first; it may have ended by now
+                os.setpgid(self._pid, self._pid)
+            self._end = weakref.finalize(self, _end, self._pid, owner)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, heard)
 
     def wait(self, limit_seconds: float) -> bool:
         """Whether it has ended, and its work went well. A copy that does not end by itself is ended: it may wait for a
@@ -57,6 +64,7 @@ class Copy:
                 pid, status = self._pid, 0
             if pid:
                 self._end.detach()
+                _end_group(self._pid)
                 return status == 0
             time.sleep(_LOOK_SECONDS)
         self.end()
@@ -70,14 +78,20 @@ class Copy:
 def _end(pid: int, owner: int) -> None:
     """Of the process that made it: others that are copied from that one have this object too."""
     if os.getpid() == owner:
-        with suppress(ProcessLookupError, ChildProcessError):  # somebody waits for every child
-            os.killpg(pid, signal.SIGKILL)
+        _end_group(pid)
+        with suppress(ChildProcessError):  # somebody waits for every child
             os.waitpid(pid, 0)
 
 
-def _run(work: Callable[[], object], owner: int) -> NoReturn:
+def _end_group(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _run(work: Callable[[], object], owner: int, heard: Iterable[int]) -> NoReturn:
     status = 1
     try:
+        gc.disable()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != owner:  # it was gone before that
             return
@@ -86,10 +100,12 @@ def _run(work: Callable[[], object], owner: int) -> NoReturn:
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, heard)
         nowhere = os.open(os.devnull, os.O_RDWR)
-        for stream in range(3):
-            os.dup2(nowhere, stream)
-        sys.stdout = sys.stderr = open(nowhere, "w", encoding="utf-8")  # noqa: SIM115 - until it ends
+        for name in os.listdir("/proc/self/fd"):  # not closed: its number would be another file's
+            with suppress(OSError):  # that of the folder itself
+                os.dup2(nowhere, int(name))
+        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until it ends
         work()
         status = 0
     finally:  # nothing of what this process has to do at its end is the copy's

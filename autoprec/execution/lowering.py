@@ -127,8 +127,8 @@ class Lowering:
 
     @property
     def known(self) -> frozenset[str]:
-        """Fingerprints of plans that were compiled in this run, "" for graphs as they were captured."""
-        return self.known_before | {plan for _, plan in self._graphs}
+        """Fingerprints of plans that were compiled in this run, or refused; "" for graphs as they were captured."""
+        return self.known_before | {plan for _, plan in (*self._graphs, *self._refused)}
 
     def knows(self, plan: Plan) -> bool:
         """Whether it was compiled in this run."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from autoprec.errors import UnsupportedError
@@ -52,12 +53,17 @@ class Slot:
             self.rewritten = rewrite(self.binding, plan, device_type)
         self.runner = self.lowering.runs(self.binding, plan, self.rewritten, compiled=compiled)
 
+    def lower(self) -> None:
+        """Run the plan compiled from the next call on, if it ran as it is until now."""
+        if self.lowering.compiles:
+            self.runner = self.lowering.runs(self.binding, self.plan, self.rewritten)
+
     def prepare(self) -> str:
         """Compile the plan now, where that is to be; "" or why the compiler refused, and the graph runs as it is."""
-        if self.lowering.compiles:  # it may have run as it is until now
-            self.runner = self.lowering.runs(self.binding, self.plan, self.rewritten)
+        self.lower()
         try:
-            self.runner.prepare()
+            with torch.enable_grad():  # as it will run, wherever a step ends
+                self.runner.prepare()
         except UnsupportedError as error:
             assert self.plan is not None
             self.runner = self.lowering.uncompiled(self.binding, self.plan, self.rewritten)

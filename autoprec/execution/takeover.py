@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import shlex
+from collections.abc import Callable, Sequence
 
 from autoprec.execution.beside import Copy, can_copy
 from autoprec.execution.lowering import Lowering
@@ -11,8 +13,9 @@ from autoprec.plans import Plan
 
 __all__ = ["Takeover"]
 
-#: Longest that a run waits at the takeover for what is not compiled yet, before it compiles for itself.
-_PATIENCE_SECONDS = 600.0
+#: How long a run waits at the takeover for what is not compiled yet, before it compiles for itself: in seconds, and in
+#: times what compiling took the longest so far. Other processes may have the cores.
+_PATIENCE_SECONDS, _PATIENCE_TIMES = 60.0, 10.0
 
 
 class Takeover:
@@ -24,36 +27,49 @@ class Takeover:
         due_step: after which the plan runs compiled; None where nothing waits.
     """
 
-    def __init__(self, lowering: Lowering, steps: int, device_type: str) -> None:
-        self._lowering = lowering
-        self._steps = steps if lowering.compiles and can_copy(device_type) else 0
+    def __init__(self, lowering: Lowering, steps: int) -> None:
+        self._lowering, self._steps = lowering, steps if lowering.compiles else 0
         self._copy: Copy | None = None
+        self._waits = ""
         self.due_step: int | None = None
 
-    def begins(self, before: Plan | None, plan: Plan, step: int) -> bool:
+    def begins(self, before: Plan | None, plan: Plan, step: int, device_type: str) -> bool:
         """Whether a plan is to run as it is first. Not the first plan; nor one that was compiled before; nor under a
-        budget of bytes, which a plan was found to keep when it was compiled."""
+        budget of bytes, which a plan was found to keep when it was compiled. One that comes while another waits waits
+        no longer than that."""
+        if self.due_step is not None and plan.fingerprint == self._waits:
+            return True
+        due = step + self._steps if self.due_step is None else self.due_step
         self.close()
-        later = before is not None and plan.budget_bytes is None and not self._lowering.knows(plan)
-        self.due_step = step + self._steps if later and self._steps else None
+        new = before is not None and plan.budget_bytes is None and not self._lowering.knows(plan)
+        if new and due > step and can_copy(device_type) and _has_cache():
+            self.due_step, self._waits = due, plan.fingerprint
         return self.due_step is not None
 
-    def step_over(self, step: int, slots: Sequence[Slot]) -> str | None:
+    def goes_on(self, plan: Plan, due_step: int | None) -> None:
+        """A run goes on from a state in which a plan waited."""
+        self.due_step, self._waits = due_step, plan.fingerprint
+
+    def step_over(self, step: int, slots: Sequence[Slot], device_type: str) -> str | None:
         """At the end of a step, None unless a plan takes over now: "" if its slots can be compiled from the cache, or
         why not."""
         if self.due_step is None:
             return None
         if step < self.due_step:
-            try:
-                self._copy = self._copy or Copy(lambda: _compile(slots))
-            except OSError as error:  # no memory for it, say
-                self.close()
-                return f"this process cannot be copied ({error})"
+            if self._copy is None and can_copy(device_type):
+                try:
+                    self._copy = Copy(lambda: _compile(slots))
+                except OSError as error:  # no memory for it, say
+                    self._steps = 0
+                    self.close()
+                    return f"this process cannot be copied ({error})"
             return None
-        copy = self._copy
-        well = copy is not None and copy.wait(_PATIENCE_SECONDS)
+        copy, took = self._copy, max((made.seconds for made in self._lowering.compiled), default=0.0)
+        well = copy is None or copy.wait(_PATIENCE_SECONDS + _PATIENCE_TIMES * took)
+        if not well:  # nor will the next
+            self._steps = 0
         self.close()
-        return "" if well or copy is None else "the copy of the process that should have compiled the plan did not"
+        return "" if well else "the copy of the process that should have compiled the plan did not"
 
     def close(self) -> None:
         """Nothing waits any more."""
@@ -62,10 +78,35 @@ class Takeover:
         self._copy = self.due_step = None
 
 
-def _compile(slots: Sequence[Slot]) -> None:
-    """In the copy."""
+def _has_cache() -> bool:
+    """Whether torch's compiler looks for what was compiled before."""
     from torch._inductor import config
 
+    return bool(config.fx_graph_cache) and not config.force_disable_caches
+
+
+def _compile(slots: Sequence[Slot]) -> None:
+    """In the copy."""
+    from torch._inductor import config, cpp_builder
+
     config.compile_threads = 1  # the processes that compile for this one are not the copy's
+    cpp_builder.run_compile_cmd = _whole(cpp_builder.run_compile_cmd)
     for slot in slots:
         slot.prepare()
+
+
+def _whole(build: Callable[[str, str], None]) -> Callable[[str, str], None]:
+    """A compiler's command whose result has its name when it is whole: a copy may be ended at any time, and what has
+    the name is taken for good."""
+
+    def call(command: str, cwd: str) -> None:
+        words = shlex.split(command)
+        if "-o" not in words:
+            return build(command, cwd)
+        place = words.index("-o") + 1
+        made, target = f"{words[place]}.{os.getpid()}", words[place]
+        words[place] = made
+        build(shlex.join(words), cwd)
+        os.replace(os.path.join(cwd, made), os.path.join(cwd, target))
+
+    return call

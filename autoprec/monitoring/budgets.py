@@ -40,35 +40,41 @@ class NoiseJudge:
         self.plan, self.graph, self.device, self.policy = plan, graph, device, policy
         self._known, self._window = known, window
 
-    @property
-    def slack_db(self) -> float:
-        """Decibels of noise that nobody is blamed for: the noise of a plan cannot have grown by more unless that of one
-        of its tensors has."""
-        return self.policy.monitor.sqnr_drop_db / 2.0
-
     def verdicts(self) -> tuple[Verdict, ...]:
         """What must not be, so that the noise is within what the policy allows: formats of ops, and of kept tensors. Of
-        each weight's gradient, or the loss, that is above that by `slack_db`, and above calibration's by as much: those
-        whose roundings are the largest parts."""
-        if self._now is None:
+        each weight's gradient, or the loss, that is above that by half of `monitor.sqnr_drop_db`, and above
+        calibration's by as much: those whose roundings are the largest parts.
+
+        Formats whose steps are in proportion to the numbers, whatever these are, have the noise that they had.
+        """
+        formats = {key[1] for key in self._narrow()}
+        if formats <= {"bf16", "tf32"} or self._now is None:
             return ()
-        slack = 10.0 ** (self.slack_db / 10.0)
-        found, wide, now = [], frozenset[tuple[str, ...]](), self._levels(frozenset())
+        slack = 10.0 ** (self.policy.monitor.sqnr_drop_db / 20.0)
+        found, wide, now = list[Verdict](), frozenset[tuple[str, ...]](), self._levels(frozenset())
         while (worst := self._worst(now, slack)) is not None:
-            rest = {key: self._levels(wide | {key}) for key in self._narrow() if key not in wide}
-            best = min(rest, key=lambda key: rest[key][worst], default=None)
-            if best is None or rest[best][worst] > now[worst] * (1.0 - _LEAST_PART):
+            without = {key: self._levels(wide | {key})[worst] for key in self._narrow() if key not in wide}
+            largest = [k for k, left in without.items() if left <= now[worst] * (1.0 - _LEAST_PART)]
+            for key in sorted(largest, key=without.__getitem__):
+                wide |= {key}
+                before, now = now[worst], self._levels(wide)
+                found.append(self._verdict(key, worst, before, now[worst]))
+                if self._worst({worst: now[worst]}, slack) is None:
+                    break
+            if not largest:
                 break  # what is left comes of roundings that every plan has
-            op, fmt, *role = best
-            told = (
-                f"noise of {_name(worst)} {math.sqrt(now[worst]):.3g} of what the policy allows, and"
-                f" {math.sqrt(self._usual[worst]):.3g} in calibration; {math.sqrt(rest[best][worst]):.3g} without"
-                f" {'keeping it in ' if role else ''}{fmt} here"
-            )
-            of = role[0] if role else self._role(op, fmt)
-            found.append(Verdict(op=op, format=fmt, trigger="noise_budget", evidence=told, role=of))
-            wide, now = wide | {best}, rest[best]
         return tuple(found)
+
+    def _verdict(self, key: tuple[str, ...], worst: str, before: float, after: float) -> Verdict:
+        """That something must not be (`Ban.key`), by the levels of what is the furthest beyond its limit."""
+        op, fmt, *kept = key
+        told = (
+            f"noise of {_name(worst)} {math.sqrt(before):.3g} of what the policy allows, and"
+            f" {math.sqrt(self._usual[worst]):.3g} in calibration; {math.sqrt(after):.3g} without"
+            f" {'keeping it in ' if kept else ''}{fmt} here"
+        )
+        role = kept[0] if kept else str(self._role(op, fmt))
+        return Verdict(op=op, format=fmt, trigger="noise_budget", evidence=told, role=role)
 
     def allows(self, ban: Ban) -> bool:
         """Whether the noise would be within what the policy allows, or no more than in calibration, without the ban: if
@@ -103,9 +109,11 @@ class NoiseJudge:
 
     def _worst(self, now: Mapping[str, float], slack: float) -> str | None:
         """What is the furthest beyond so many times the limit, or calibration's; None if nothing is."""
-        over = {name: level / max(1.0, self._usual[name]) for name, level in now.items() if name in self._usual}
+        least = slack * (1.0 + 1e-9)
+        beyond = {name: level for name, level in now.items() if level > least}  # the usual levels take as long again
+        over = {name: level / max(1.0, self._usual.get(name, math.inf)) for name, level in beyond.items()}
         worst = max(over, key=over.__getitem__, default=None)
-        return None if worst is None or over[worst] <= slack * (1.0 + 1e-9) else worst
+        return None if worst is None or over[worst] <= least else worst
 
     def _narrow(self) -> list[tuple[str, ...]]:
         """What can be banned (`Ban.key`)."""

@@ -18,7 +18,7 @@ from autoprec.monitoring.scaling import LEAST_ROOM_LOG2, RegionScales, gradient_
 from autoprec.planning.noise import current_scale_log2, error_energy
 from autoprec.planning.pricing import fp16_gradient_scale_log2
 from autoprec.planning.regions import summed_in_fp16
-from autoprec.plans import AS_IS, RECOMPUTED, Plan, Region
+from autoprec.plans import Plan, Region
 from autoprec.policies import Monitor
 from autoprec.profiles import Profile, RangeHistogram, TensorProfile
 
@@ -72,7 +72,6 @@ class Judge:
         self._before, self._trends, self._scaling = before, trends or Trends(), scaling
         self._scales = self._ran = RegionScales(plan, graph)
         self._specs = graph.tensor_by_id
-        self._lost_db: dict[_Read, float] = {}
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """The first verdict of every op, in this order: overflow (newly not finite, or beyond the format's largest
@@ -103,7 +102,6 @@ class Judge:
         if plan is self.plan:
             return self, ()
         better = copy.copy(self)
-        better._lost_db = {}
         better.plan, better._scales = plan, RegionScales(plan, self.graph)
         pairs = ((first(was), was, now) for was, now in zip(self.plan.regions, plan.regions, strict=True) if was != now)
         return better, tuple(Rescaled(verdict=v, was=was, now=now) for v, was, now in pairs if v is not None)
@@ -116,15 +114,6 @@ class Judge:
                     nearness = 2.0 ** -self._room_log2(read)
                     told = f"gradient of {read.tensor}: amax is {nearness:.2g} of fp16's largest number"
                     yield Verdict(op=op.id, format="fp16", trigger="range", evidence=told, role=Role.GRAD_INPUT)
-
-    def most_lost_db(self) -> float:
-        """Decibels of signal to rounding noise that a value or gradient has lost since calibration in a format that it
-        is read or kept in, the most of them; 0 where nothing is known. The noise of a plan as a whole grows by no more,
-        because it is a sum of theirs."""
-        kept = ((t, f) for t, f in self.plan.storage_of.items() if f not in (AS_IS, RECOMPUTED))
-        reads = [_Read(t, "value", f) for t, f in kept if t in self.window.tensor_by_id]
-        reads += [read for op in self.graph.ops for read in self._reads(op) if read.format != "fp32"]
-        return max((self._lost(r, format_named(r.format), self._seen(r)) for r in reads), default=0.0)
 
     def incidents(self) -> tuple[Verdict, ...]:
         """Ops whose result is zero throughout, which it was not in calibration, though something that they read is
@@ -315,21 +304,15 @@ class Judge:
 
     def _noise(self, read: _Read, fmt: Format, found: RangeHistogram, share: float) -> str | None:
         """The ratio of the signal to its rounding noise is worse than in calibration by more decibels than allowed."""
-        lost, limit = self._lost(read, fmt, found), self.limits.sqnr_drop_db * share
-        if lost <= limit:
+        known = self._known(read)
+        if known is None or known.energy <= 0.0 or found.energy <= 0.0:
             return None
         now = _noise_db(found, fmt, read.scale_log2)
-        return f"SQNR {-now:.1f} dB in {fmt.name}, {lost:.1f} dB below calibration's, more than {limit:g}"
-
-    def _lost(self, read: _Read, fmt: Format, found: RangeHistogram) -> float:
-        """Decibels; 0 where calibration knows nothing."""
-        if read not in self._lost_db:
-            known, lost = self._known(read), 0.0
-            if known is not None and known.energy > 0.0 and found.energy > 0.0:
-                now = _noise_db(found, fmt, read.scale_log2)
-                lost = now - _noise_db(known, fmt, read.scale_log2 + read.observed_log2)
-            self._lost_db[read] = lost
-        return self._lost_db[read]
+        usual = _noise_db(known, fmt, read.scale_log2 + read.observed_log2)
+        drop, limit = now - usual, self.limits.sqnr_drop_db * share
+        if drop <= limit:
+            return None
+        return f"SQNR {-now:.1f} dB in {fmt.name}, {drop:.1f} dB below calibration's, more than {limit:g}"
 
     def _known(self, read: _Read) -> RangeHistogram | None:
         known = None if self._before is None else self._before.tensor_by_id.get(read.tensor)
