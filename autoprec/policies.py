@@ -239,7 +239,7 @@ class Monitor(_Part):
         default=2, ge=1, description="Windows between changes of an op, and to be well for, before a format comes back."
     )
     takeover_steps: int = Field(
-        default=200,
+        default=100,
         ge=0,
         description="Steps that a new plan runs uncompiled while a copy of the process compiles it; 0: the run waits.",
     )

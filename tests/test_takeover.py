@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch._inductor.utils import fresh_cache
 
 import autoprec
 from autoprec.execution import inductor, takeover
@@ -29,18 +27,19 @@ pytestmark = pytest.mark.skipif(not can_copy("cpu"), reason="processes are copie
 STEPS = 6
 
 
-@pytest.fixture(autouse=True, scope="module")
-def nothing_compiled() -> Iterator[None]:
-    """At the beginning of the first test, which is about that."""
-    with fresh_cache():
-        yield
+#: Of the hidden layer: other ones in each process, of which the compiler's cache knows nothing.
+WIDTH = 65 + os.getpid() % 1000
+
+
+def made() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4))
 
 
 def training(**changes: object) -> Training:
     """Four steps, and a first plan that runs a product in BF16."""
     monitor = {"window_steps": 100, "interval_steps": 50, "takeover_steps": STEPS}
     rules = [{"match": "2", "pin": "bf16", "optional": True}]
-    run = Training(policy(objective="time", rules=rules, monitor=monitor, **changes), backend="inductor")
+    run = Training(policy(objective="time", rules=rules, monitor=monitor, **changes), made(), backend="inductor")
     run.steps(4)
     assert run.session.plan is not None and run.session.executed_formats()["2:linear#0"] == "bf16"
     return run
@@ -80,7 +79,7 @@ def test_a_new_plan_runs_at_once_and_is_compiled_beside_it() -> None:
 
 def test_under_a_budget_the_run_waits() -> None:
     """The plan's peak is measured as it will run."""
-    run = training(budget="100%")
+    run = training(budget="1GiB")
     promote(run)
     assert run.session._takeover.due_step is None and not run.told("lowered")
     run.steps(2)
@@ -94,7 +93,7 @@ def test_a_run_that_goes_on_from_a_state_takes_over_at_the_same_step() -> None:
     weights = {name: x.clone() for name, x in weights.items()}
     whole.steps(STEPS)
 
-    rest = Training(whole.session.policy, backend="inductor")
+    rest = Training(whole.session.policy, made(), backend="inductor")
     rest.model.load_state_dict(weights)
     rest.session.load_state_dict(state)
     torch.set_rng_state(rng)
@@ -209,7 +208,7 @@ def test_a_state_of_a_step_that_was_due_runs_compiled_at_once() -> None:
     assert run.session._takeover.due_step == 4 + STEPS
     header = json.loads(state["autoprec"])
     header["run"]["takeover_step"] = 6
-    rest = Training(run.session.policy, backend="inductor")
+    rest = Training(run.session.policy, made(), backend="inductor")
     rest.session.load_state_dict(state | {"autoprec": json.dumps(header)})
     assert rest.session._takeover.due_step is None
     rest.step()

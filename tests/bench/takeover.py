@@ -1,5 +1,5 @@
 """How long a run waits for the compiler when its plan changes: `python -m tests.bench.takeover [NAME ...]
-[--takeover-steps 0 200]`.
+[--takeover-steps 0 100]`.
 
 A workload trains through inductor under `balanced`, and after some steps an op loses its format, as when it proves
 unstable. Printed are medians of steps before that, while the new plan runs uncompiled, and when it runs compiled, and
@@ -65,7 +65,7 @@ def seconds_of(workload: Workload, takeover_steps: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.takeover")
-    parser.add_argument("--takeover-steps", type=int, nargs="+", default=[0, 200])
+    parser.add_argument("--takeover-steps", type=int, nargs="+", default=[0, 100])
     workloads, given = chosen(parser)
     print(
         "workload       takes over   median step before   uncompiled    compiled   waits at the change  at the takeover"

@@ -35,6 +35,7 @@ RICH_POLICY = {
         "underflow_frac": 0.1,
         "sqnr_drop_db": 3.5,
         "cooldown_windows": 3,
+        "takeover_steps": 50,
     },
     "guard": {"nonfinite": "skip", "patience_steps": 20, "loss_spike": "skip", "spike_sigmas": 8.5},
     "schedule": [

@@ -90,6 +90,7 @@ POLICY = mapping(
         underflow_frac={"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
         sqnr_drop_db={"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": math.inf},
         cooldown_windows={"type": "integer", "minimum": 1},
+        takeover_steps={"type": "integer", "minimum": 0},
     ),
     guard=mapping(
         {},

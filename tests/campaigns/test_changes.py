@@ -17,9 +17,9 @@ def test_changes_run_as_claimed() -> None:
 
 
 def test_changes_of_compiled_plans_are_lowered_once() -> None:
-    tally = campaign(3, "inductor")
+    tally = campaign(2, "inductor")
     assert tally.wrong == []
-    assert tally.changes == 3 and tally.lowered >= 2
+    assert tally.changes == 2 and tally.lowered >= 2
 
 
 def test_a_slot_that_keeps_its_plan_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
