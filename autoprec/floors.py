@@ -46,9 +46,9 @@ class Verdict:
     role: str = "output"
 
     @property
-    def kept(self) -> str:
-        """Its role if that is "kept", or ""."""
-        return KEPT if self.role == KEPT else ""
+    def key(self) -> tuple[str, ...]:
+        """Of the ban that follows (`Ban.key`)."""
+        return (self.op, self.format, KEPT) if self.role == KEPT else (self.op, self.format)
 
     @property
     def urgent(self) -> bool:
@@ -149,12 +149,13 @@ class Floors:
         for v in verdicts:
             rests = v.op in changed and now.windows - changed[v.op] < cooldown_windows
             if v.urgent or not rests:
-                now = now.with_ban(v.op, v.format, v.trigger, v.kept)
+                op, fmt, *role = v.key
+                now = now.with_ban(op, fmt, v.trigger, *role)
                 banned.append(v)
-        new = {(v.op, v.format, v.kept) for v in banned}
+        new = {v.key for v in banned}
         bans, lifted = [], []
         for ban in now.bans:
-            if ban.lifted or (ban.op, ban.format, ban.role) in new:
+            if ban.lifted or ban.key in new:
                 bans.append(ban)
                 continue
             well = ban.well + 1 if is_well(ban) else 0

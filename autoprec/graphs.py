@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -247,6 +248,12 @@ class OpGraph:
     def tensor_by_id(self) -> dict[str, TensorSpec]:
         """Tensors by id."""
         return {t.id: t for t in self.tensors}
+
+    def seen_as(self, tensor: str, seen: Container[str]) -> str:
+        """The tensor, or the nearest of those that it is a view of that is among the seen ones."""
+        while tensor not in seen and (spec := self.tensor_by_id.get(tensor)) is not None and spec.base is not None:
+            tensor = spec.base
+        return tensor
 
     @cached_property
     def producer(self) -> dict[str, str]:

@@ -5,31 +5,18 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
-import select
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from rich.console import Console
 
-from autoprec.errors import InputError
 from autoprec.plans import Event
 from autoprec.reporting.runs import WatchedRun, follow
 from autoprec.reporting.watching import run_view
-from autoprec.serial import event_from_json_line, event_to_json_line
-from autoprec.serial.events import EventsFile, _quick_event
-from tests.test_cli import imported_by
+from autoprec.serial import event_to_json_line
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -64,6 +51,11 @@ def text_of(events: list[Event]) -> str:
 
 def write(events: list[Event], path: str = NAME) -> None:
     Path(path).write_text(text_of(events), encoding="utf-8")
+
+
+def append(path: Path, data: str | bytes) -> None:
+    with path.open("ab") as file:
+        file.write(data.encode() if isinstance(data, str) else data)
 
 
 def watched(run: Run, path: str = ".") -> tuple[dict[str, Any], str]:
@@ -286,141 +278,6 @@ def test_it_fits_the_terminal(width: int, height: int) -> None:
         assert ("amax of" in lines[6]) != any("no room for" in line and "amax" in line for line in lines)
 
 
-# The file as it grows -------------------------------------------------------------------------------------------------
-
-
-def append(path: Path, data: str | bytes) -> None:
-    with path.open("ab") as file:
-        file.write(data.encode() if isinstance(data, str) else data)
-
-
-@pytest.fixture
-def file() -> EventsFile[WatchedRun]:
-    write(SMALL)
-    found = EventsFile(Path(NAME), WatchedRun, follow)
-    found.read()
-    return found
-
-
-def steps(file: EventsFile[WatchedRun]) -> int:
-    file.read()
-    return file.run.steps
-
-
-def test_only_what_was_appended_is_read(file: EventsFile[WatchedRun]) -> None:
-    with file.path.open("r+b") as other:
-        other.write(b"?????")  # whoever reads it again finds no event
-    append(file.path, text_of([window(12)]))
-    assert steps(file) == 12
-    with pytest.raises(InputError):
-        EventsFile(file.path, WatchedRun, follow).read()
-
-
-def test_a_line_without_its_end_waits(file: EventsFile[WatchedRun]) -> None:
-    line = text_of([event(12, "warning", evidence="ä€😀")]).encode()
-    for cut in range(len(line)):
-        append(file.path, line[cut : cut + 1])
-        assert steps(file) == (12 if cut == len(line) - 1 else 4)
-
-
-def test_a_file_that_shrank_is_read_anew(file: EventsFile[WatchedRun]) -> None:
-    append(file.path, text_of([window(12), window(20)]))
-    assert steps(file) == 20
-    os.truncate(file.path, len(text_of([*SMALL, window(12)])))
-    assert steps(file) == 12
-    append(file.path, text_of([window(16)]))
-    assert steps(file) == 16 and len(file.run.ops) == 2
-
-
-def test_a_file_that_was_replaced_is_read_anew(file: EventsFile[WatchedRun]) -> None:
-    other = [replace(e, op=e.op and "x" * len(e.op)) for e in SMALL]
-    write(other, "new")
-    assert len(text_of(other)) == len(text_of(SMALL))
-    os.replace("new", file.path)
-    file.read()
-    assert [op.op for op in file.run.ops] == ["x" * len(UP), "x" * len(DOWN)]
-
-
-def test_a_file_that_was_written_anew_in_its_place_is_read_anew(file: EventsFile[WatchedRun]) -> None:
-    identity = os.stat(file.path).st_ino
-    write([planned(4), assigned(4, "x", "output", "bf16"), *(window(4) for _ in range(20))])
-    assert os.stat(file.path).st_ino == identity
-    file.read()
-    assert [op.op for op in file.run.ops] == ["x"]
-
-
-LINES = [
-    planned(2),
-    planned(6, trigger="asked"),
-    assigned(2, UP, "output", "fp16"),
-    assigned(2, UP, "kept", "bf16"),
-    observed(3, UP, "fp16", amax=70000, overflow_frac=0.5),
-    window(3, skipped_steps=1, budget_bytes=7),
-    event(4, "promoted", UP, "output", was="fp16", now="fp32", trigger="overflow", evidence="ä"),
-    event(4, "demoted", DOWN, now="fp16", trigger="quiet"),
-    event(5, "bad_step", trigger="nonfinite"),
-]
-
-
-@settings(max_examples=60)
-@given(st.lists(st.sampled_from(LINES), max_size=25), st.lists(st.integers(0, 4000), max_size=8))
-def test_however_it_grew_it_says_what_it_says_at_once(events: list[Event], cuts: list[int]) -> None:
-    data = text_of(events).encode()
-    with tempfile.TemporaryDirectory() as folder:
-        file = EventsFile(Path(folder) / NAME, WatchedRun, follow)
-        ends = sorted({min(cut, len(data)) for cut in cuts} | {len(data)})
-        for start, end in zip([0, *ends], ends, strict=False):
-            append(file.path, data[start:end])
-            file.read()
-        assert file.run == follow(WatchedRun(), events)
-
-
-WORDS = st.one_of(st.text(max_size=3), st.sampled_from(["step", "kind", "op", "evidence"]))
-VALUES = st.one_of(st.integers(-3, 3), st.text(max_size=3), st.booleans(), st.none(), st.floats(), st.just([]))
-JSON_LINES = st.one_of(
-    st.dictionaries(WORDS, VALUES).map(json.dumps),
-    st.lists(st.tuples(st.sampled_from(["step", "kind"]), VALUES)).map(json.dumps),
-    st.builds(
-        lambda step, more: json.dumps({"step": step, "kind": "x"} | more), VALUES, st.dictionaries(WORDS, VALUES)
-    ),
-    st.builds(
-        lambda parts: "{" + ", ".join(parts) + "}",
-        st.lists(
-            st.sampled_from(['"step": 1', '"kind": "x"', '"op": "\\u00e4"', '"step": 1e0', '"op": {}', '"a": ""'])
-        ),
-    ),
-)
-
-
-@settings(max_examples=400)
-@given(JSON_LINES)
-def test_the_quick_reading_is_the_strict_one_or_none(line: str) -> None:
-    found = _quick_event(line)
-    if found is not None:
-        assert found == event_from_json_line(line)
-    assert _quick_event(event_to_json_line(LINES[6])) == LINES[6]
-
-
-def test_a_hundred_thousand_lines_of_fifteen_hundred_ops(run: Run) -> None:
-    ops = [f"model.layers.{i // 5}.{'abcde'[i % 5]}:linear#0" for i in range(1500)]
-    events = [planned(8), *(assigned(8, op, role, "fp16") for op in ops for role in ("output", "grad_input", "kept"))]
-    for k in range(1460):
-        events += [observed(500 * k + 8, ops[(7 * k + 11 * i) % 1500], "fp16", amax=i + 1.0) for i in range(64)]
-        events.append(window(500 * k + 8))
-    assert len(events) > 99_000
-    write(events)
-    file, before = EventsFile(Path(NAME), WatchedRun, follow), time.process_time()
-    file.read()
-    whole = time.process_time() - before
-    append(file.path, text_of([window(10**6)]))
-    before = time.process_time()
-    file.read()
-    more = time.process_time() - before
-    assert whole < 10.0 and more < 0.1 and file.run.steps == 10**6
-    code, text, _ = run("watch", ".")
-    assert code == 0 and len(text.splitlines()) < 30 and "model.layers.*.a:linear#0" in text and " 300 " in text
-
-
 # Bad input ------------------------------------------------------------------------------------------------------------
 
 
@@ -475,15 +332,6 @@ def test_a_line_that_is_no_event(run: Run, line: bytes, place: str, words: str) 
         assert words in err and "is this its file of events?" in err and err.count("\n") == 1
 
 
-def test_the_line_is_named_however_far_down(file: EventsFile[WatchedRun]) -> None:
-    append(file.path, text_of([window(12), window(20)]))
-    file.read()
-    append(file.path, text_of([window(28), replace(window(36), evidence="steps")]))
-    with pytest.raises(InputError, match=rf"^{NAME}:{len(SMALL) + 4}: evidence: 'steps' is no figure"):
-        file.read()
-    append(file.path, "nonsense\n")
-
-
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e9", "soon"])
 def test_an_interval_that_is_none(run: Run, seconds: str) -> None:
     write(SMALL)
@@ -501,111 +349,6 @@ def test_half_a_character_is_no_traceback(run: Run) -> None:
     Path(NAME).write_text('{"step": 1, "kind": "warning", "evidence": "\\ud83d and \\ud83d\\ude00"}\n')
     data, text = watched(run)
     assert data["recent"][0]["evidence"] == "? and 😀" and "? and 😀" in text
-
-
-# In a terminal --------------------------------------------------------------------------------------------------------
-
-
-class Terminal:
-    """The command in a terminal of its own."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.ours, theirs = pty.openpty()
-        code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # if the shell ignores it
-        code += "from autoprec.cli.main import main; main()"
-        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "30"}
-        command = [sys.executable, "-c", code, "watch", *arguments]
-        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
-        os.close(theirs)
-        self.text = ""
-
-    def read(self) -> bool:
-        """What is printed soon; False if nothing will be any more."""
-        if not select.select([self.ours], [], [], 0.1)[0]:
-            return True
-        try:
-            data = os.read(self.ours, 1 << 16)
-        except OSError:  # how a terminal says that nobody writes to it
-            return False
-        self.text += data.decode(errors="replace")
-        return bool(data)
-
-    def wait_for(self, words: str, since: int = 0) -> int:
-        """The length of what was printed until then."""
-        end = time.monotonic() + 60.0
-        while words not in self.text[since:]:
-            assert self.read() and time.monotonic() < end, f"{words!r} is not in {self.text[since:]!r}"
-        return len(self.text)
-
-    def ends_with(self) -> int:
-        """The exit code, once all was read."""
-        end = time.monotonic() + 60.0
-        while self.read():
-            assert time.monotonic() < end, "it goes on"
-        return self.process.wait(timeout=60)
-
-
-@pytest.fixture
-def terminal() -> Iterator[Callable[..., Terminal]]:
-    opened: list[Terminal] = []
-
-    def open_(*arguments: str) -> Terminal:
-        opened.append(Terminal(*arguments))
-        return opened[-1]
-
-    yield open_
-    for t in opened:
-        t.process.kill()
-        t.process.wait()
-        os.close(t.ours)
-
-
-IN, OUT, CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
-
-
-def test_it_follows_the_file_until_ctrl_c(terminal: Callable[..., Terminal]) -> None:
-    Path(NAME).touch()
-    t = terminal(".", "--interval", "0.05")
-    t.wait_for(IN)
-    seen = t.wait_for("the run calibrates")
-    append(Path(NAME), text_of(SMALL)[:-9])
-    append(Path(NAME), text_of(SMALL)[-9:])
-    seen = t.wait_for("4 at the newest line", seen)
-    append(Path(NAME), text_of([window(12)]))
-    seen = t.wait_for("12 at the newest line", seen)
-    os.rename(NAME, "old")
-    seen = t.wait_for("gone; waiting for a new one", seen)
-    write(SMALL)
-    seen = t.wait_for("4 at the newest line", seen)
-    t.process.send_signal(signal.SIGINT)
-    assert t.ends_with() == 130 and "Traceback" not in t.text
-    # The terminal is as it was, and the last table is in it.
-    left = t.text.rpartition(OUT)[2]
-    assert CURSOR in t.text[seen:] and "4 at the newest line" in left and UP in left and IN not in t.text[seen:]
-
-
-def test_a_line_that_is_no_event_ends_it(terminal: Callable[..., Terminal]) -> None:
-    write(SMALL)
-    t = terminal(NAME, "--interval", "0.05")
-    t.wait_for("4 at the newest line")
-    append(Path(NAME), "nonsense\n")
-    assert t.ends_with() == 2
-    assert f"error: {NAME}:{len(SMALL) + 1}:1: is not JSON" in t.text.rpartition(OUT)[2]
-
-
-@pytest.mark.parametrize("option", ["--once", "--json"])
-def test_once_is_once_in_a_terminal_too(terminal: Callable[..., Terminal], option: str) -> None:
-    write(SMALL)
-    t = terminal(".", option)
-    assert t.ends_with() == 0 and IN not in t.text and UP in t.text
-
-
-def test_help_and_the_command_are_lean(tmp_path: Path) -> None:
-    assert imported_by(["watch", "--help"]) & {"torch", "numpy", "scipy", "yaml", "rich"} == set()
-    write(SMALL)
-    assert not {"torch", "matplotlib"} & imported_by(["watch", "."], cwd=tmp_path)
-    code = "import sys, autoprec.reporting.watching; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
 # A real run -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.bench.measure import one_thread
-from tests.growth_study import AUTOCAST, FP32, HALF, LARGEST, OURS, OURS_BF16, Run, Setting, compete, missed, picture
+from tests.growth_contestants import AUTOCAST, FP32, HALF, OURS, OURS_BF16, Setting
+from tests.growth_study import LARGEST, Run, compete, missed, picture
 
 #: One block, whose values pass 65504 at about the thirtieth step.
 SMALL = Setting(

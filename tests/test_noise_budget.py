@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -124,6 +125,12 @@ def test_what_grows_as_a_whole_is_no_noise(octaves: int) -> None:
     tensors = session.profile.tensors
     shifted = (TensorProfile(id=t.id, values=t.values.shifted(octaves), gradients=moved(t.gradients)) for t in tensors)
     window = Profile(graph_fingerprint="", steps=1, tensors=tuple(shifted))
+    there = {
+        t.id: t.gradients.bins
+        for t in renewed(session.profile, window, session.graph, lambda _: octaves).tensors
+        if t.gradients
+    }
+    assert all((there[t.id] == t.gradients.bins).all() for t in tensors if t.gradients)  # without what they carried
     again = renewed(session.profile, window, session.graph, lambda _: 0)
     for was, now in zip(session.profile.tensors, again.tensors, strict=True):
         for name in ("values", "loss", "gradients", "input_weight_grad", "gradient_weight_grad"):
@@ -271,3 +278,27 @@ def test_a_tensor_that_is_kept_too_coarsely_is_kept_otherwise() -> None:
     [event] = run.told("demoted")
     assert (event.op, event.role, event.was, event.now) == ("1:relu#0", "kept", "as_is", "int8")
     assert run.session.plan.storage_of["1:relu#0"] == "int8"
+
+
+def test_a_noisy_window_of_another_plan_does_not_count() -> None:
+    run = Run()
+    run.steps(12, ordinary)
+    run.steps(4, small)
+    assert run.session._stability.was_noisy and run.session.plan is not None
+    run.session.adopt(run.session.plan)
+    run.steps(4, small)
+    assert run.session._stability.was_noisy and not run.told("promoted")
+
+
+def test_formats_with_steps_in_proportion_are_not_looked_at() -> None:
+    """Nor is a second problem made for them."""
+    session = calibrated(ordinary)
+    assert session.plan is not None
+    bf16 = replace(
+        session.plan, storages=(), assignments=tuple(replace(a, format="bf16") for a in session.plan.assignments)
+    )
+    found = judge(session, session)
+    found.plan = bf16
+    assert found.verdicts() == () and "_now" not in vars(found)
+    found.plan = session.plan
+    assert found.verdicts() == () and "_now" in vars(found)

@@ -196,10 +196,15 @@ def test_a_plan_that_does_not_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPa
         run.session.replan()
         run.steps(2)
     assert run.session.plan is not None and run.session.plan.fingerprint != first.fingerprint
-    assert "runs uncompiled under this plan" in run.told("warning")[-1].evidence
+    assert "runs uncompiled under this plan" in run.told("warning")[-1].evidence and not run.told("lowered")
+    refused = run.session.plan
     assert len(run.session.lowering.compiled) == compiled and run.session.skipped_steps == 0
     run.session.adopt(first)
     run.steps(2)
+    assert len(run.session.lowering.compiled) == compiled
+    run.session.adopt(refused)  # which is not new: nothing is compiled again, beside the run or in it
+    assert run.session._takeover.due_step is None
+    run.step()
     assert len(run.session.lowering.compiled) == compiled
 
 

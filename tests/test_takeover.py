@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -21,8 +22,6 @@ from autoprec.execution import inductor, takeover
 from autoprec.execution.beside import Copy, can_copy
 from tests.test_lowering import plan_of
 from tests.test_replanning import Training, layers, policy
-
-pytestmark = pytest.mark.skipif(not can_copy("cpu"), reason="processes are copied on Linux only")
 
 STEPS = 6
 
@@ -242,6 +241,33 @@ def test_what_a_copy_was_making_has_no_name(tmp_path: Path) -> None:
     assert (tmp_path / "kernel.so").read_text() == "half" and not (tmp_path / seen[0][0]).exists()
 
 
+@pytest.mark.parametrize(("platform", "device"), [("linux", "cuda"), ("darwin", "cpu"), ("win32", "cpu")])
+def test_where_a_process_cannot_be_copied_the_run_waits(
+    monkeypatch: pytest.MonkeyPatch, platform: str, device: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", platform)
+        assert not can_copy(device)
+    assert can_copy("cpu")
+    run = training()
+    monkeypatch.setattr(takeover, "can_copy", lambda _: False)
+    promote(run)
+    assert run.session._takeover.due_step is None and not run.told("lowered")
+    assert all(isinstance(slot.runner, inductor.Inductor) for slot in run.session._slots.values())
+    run.step()
+
+
+def test_a_state_from_where_it_could_be_copied_takes_over_at_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = training()
+    promote(run)
+    run.steps(2)
+    rest = Training(run.session.policy, made(), backend="inductor")
+    rest.session.load_state_dict(run.session.state_dict())
+    monkeypatch.setattr(takeover, "can_copy", lambda _: False)
+    rest.steps(STEPS - 2)
+    assert rest.session._takeover._copy is None and [e.step for e in rest.told("lowered")] == [4 + STEPS]
+
+
 @pytest.mark.parametrize("how", ["fx_graph_cache", "force_disable_caches"])
 def test_without_a_cache_the_run_waits(how: str) -> None:
     run = training()
@@ -338,7 +364,7 @@ def test_a_copy_is_ended_with_what_it_started(tmp_path: Path) -> None:
     finally:
         signal.signal(signal.SIGUSR1, kept)
     assert not (tmp_path / "handled").exists()
-    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    assert ended(int((tmp_path / "child").read_text())), "what the copy started is still there"
 
     def wait() -> None:
         (tmp_path / "child").write_text(str(subprocess.Popen(["sleep", "600"]).pid))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -233,6 +234,19 @@ class _Runs:
     forward: Callable[[], object] | None = None
 
 
+@contextmanager
+def _only(wanted: Sequence[Tensor], leaves: Sequence[Tensor]) -> Iterator[None]:
+    """No other leaf requires a gradient."""
+    others = [t for t in leaves if t.requires_grad and not any(t is w for w in wanted)]
+    for t in others:
+        t.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for t in others:
+            t.requires_grad_()
+
+
 def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
     forward, leaves, given = _callable(case, fmt, device_type)
 
@@ -272,15 +286,8 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
     def backward_alone(wanted: Sequence[Tensor]) -> Callable[[], object]:
         """Of a graph in which nothing else takes a gradient: an autograd.Function makes every one that was ever
         wanted."""
-        others = [t for t in leaves if t.requires_grad and not any(t is w for w in wanted)]
-        for t in others:
-            t.requires_grad_(False)
-        with torch.enable_grad():
-            alone = forward()
-        run = backward(alone, wanted)
-        for t in others:
-            t.requires_grad_()
-        return run
+        with _only(wanted, leaves), torch.enable_grad():
+            return backward(forward(), wanted)
 
     roles: dict[Role, Callable[[], object]] = {Role.OUTPUT: without_graph}
     if case.op.gemm is not None:

@@ -61,10 +61,11 @@ class Copy:
             try:
                 pid, status = os.waitpid(self._pid, os.WNOHANG)
             except ChildProcessError:  # somebody waits for every child, and was told in our place
-                pid, status = self._pid, 0
+                self._end.detach()
+                return True
             if pid:
                 self._end.detach()
-                _end_group(self._pid)
+                _end_group(pid)
                 return status == 0
             time.sleep(_LOOK_SECONDS)
         self.end()
@@ -77,13 +78,17 @@ class Copy:
 
 def _end(pid: int, owner: int) -> None:
     """Of the process that made it: others that are copied from that one have this object too."""
-    if os.getpid() == owner:
+    if os.getpid() != owner:
+        return
+    with suppress(ChildProcessError):  # somebody waits for every child: by now the number may be another process's
+        has_ended, _ = os.waitpid(pid, os.WNOHANG)
         _end_group(pid)
-        with suppress(ChildProcessError):  # somebody waits for every child
+        if not has_ended:
             os.waitpid(pid, 0)
 
 
 def _end_group(pid: int) -> None:
+    """The copy, if it is there, and what it has started."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 

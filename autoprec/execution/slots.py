@@ -54,13 +54,11 @@ class Slot:
         self.runner = self.lowering.runs(self.binding, plan, self.rewritten, compiled=compiled)
 
     def lower(self) -> None:
-        """Run the plan compiled from the next call on, if it ran as it is until now."""
-        if self.lowering.compiles:
-            self.runner = self.lowering.runs(self.binding, self.plan, self.rewritten)
+        """Run the plan, which ran as it is until now, compiled from the next call on."""
+        self.runner = self.lowering.runs(self.binding, self.plan, self.rewritten)
 
     def prepare(self) -> str:
         """Compile the plan now, where that is to be; "" or why the compiler refused, and the graph runs as it is."""
-        self.lower()
         try:
             with torch.enable_grad():  # as it will run, wherever a step ends
                 self.runner.prepare()

@@ -92,6 +92,7 @@ def _compile(slots: Sequence[Slot]) -> None:
     config.compile_threads = 1  # the processes that compile for this one are not the copy's
     cpp_builder.run_compile_cmd = _whole(cpp_builder.run_compile_cmd)
     for slot in slots:
+        slot.lower()
         slot.prepare()
 
 

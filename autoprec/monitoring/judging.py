@@ -71,7 +71,6 @@ class Judge:
         self.plan, self.graph, self.window, self.limits = plan, graph, window, limits
         self._before, self._trends, self._scaling = before, trends or Trends(), scaling
         self._scales = self._ran = RegionScales(plan, graph)
-        self._specs = graph.tensor_by_id
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """The first verdict of every op, in this order: overflow (newly not finite, or beyond the format's largest
@@ -202,9 +201,7 @@ class Judge:
 
     def _observed(self, t: str) -> str:
         """The tensor, or what it is a view of, as far as nobody looked at it."""
-        while t not in self.window.tensor_by_id and t in self._specs and (base := self._specs[t].base) is not None:
-            t = base
-        return t
+        return self.graph.seen_as(t, self.window.tensor_by_id)
 
     def _of(self, op: Op) -> Iterator[Verdict]:
         for read in self._reads(op):

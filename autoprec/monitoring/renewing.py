@@ -26,9 +26,7 @@ def renewed(profile: Profile, window: Profile, graph: OpGraph, carried: Callable
 
     def of(found: Profile, tensor: str) -> RangeHistogram | None:
         """Its values, or those of what it is a view of."""
-        while tensor not in found.tensor_by_id and (base := graph.tensor_by_id[tensor].base) is not None:
-            tensor = base
-        seen = found.tensor_by_id.get(tensor)
+        seen = found.tensor_by_id.get(graph.seen_as(tensor, found.tensor_by_id))
         return None if seen is None else seen.values
 
     def tensor(t: TensorProfile) -> TensorProfile:

@@ -85,10 +85,9 @@ def build_problem(
     """The program whose best choice is the plan.
 
     `banned` holds (op id, format) pairs that proved unstable, (op id, format, role) that must not be, and (tensor id,
-    format, "kept") of how tensors must not be kept; `living` the formats in which frozen parameters live
-    already, by tensor id. `InfeasibleError` if a rule leaves an op no format that
-    it can run in, `DeviceError` naming the first timing that the device lacks, `ProfileError` for another graph's
-    profile.
+    format, "kept") of how tensors must not be kept; `living` the formats in which frozen parameters live already, by
+    tensor id. `InfeasibleError` if a rule leaves an op no format that it can run in, `DeviceError` naming the first
+    timing that the device lacks, `ProfileError` for another graph's profile.
     """
     if profile.graph_fingerprint != graph.fingerprint:
         raise ProfileError(
