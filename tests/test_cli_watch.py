@@ -196,6 +196,14 @@ def test_a_tensor_is_kept_by_the_op_that_makes_it(run: Run) -> None:
     assert "fp8_e4m3, recomputed" in text
 
 
+def test_what_happens_to_a_kept_tensor_happens_to_the_op_that_makes_it(run: Run) -> None:
+    told = {"was": "fp8_e4m3", "now": "as_is", "trigger": "noise_budget"}
+    write([*SMALL, assigned(4, "lstm:lstm#0", "output", "bf16"), event(9, "promoted", "lstm:lstm#0.1", "kept", **told)])
+    data, _ = watched(run)
+    ops = {op["op"]: (op["promoted"], op["trigger"]) for op in data["ops"]}
+    assert ops["lstm:lstm#0"] == (1, "noise_budget") and "lstm:lstm#0.1" not in ops
+
+
 @pytest.mark.parametrize(
     ("events", "words"),
     [

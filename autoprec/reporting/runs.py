@@ -14,7 +14,7 @@ from autoprec.plans import KEPT, Event
 from autoprec.reporting.plans import maker, storage_text
 from autoprec.serial.codec import encode
 
-__all__ = ["Figures", "WatchedOp", "WatchedRun", "figures_of", "follow", "run_data"]
+__all__ = ["Figures", "WatchedOp", "WatchedRun", "figures_of", "follow", "op_of", "run_data"]
 
 #: Events that a run keeps in mind.
 _MOST_RECENT = 10
@@ -150,11 +150,10 @@ class _Draft:
         self.ops, self.run = {}, WatchedRun()
 
     def assign(self, event: Event) -> None:
+        old = self.op(op_of(event))
         if event.role == KEPT:
-            old = self.op(maker(event.op))
             new = replace(old, kept=_with(old.kept, event.op, event.now))
         else:
-            old = self.op(event.op)
             new = replace(old, formats=_with(old.formats, event.role, event.now))
             new = replace(new, figures=_still_true(new))
         self.ops[new.op] = new
@@ -190,8 +189,8 @@ class _Draft:
         elif event.kind == "bad_step":
             self.run = replace(self.run, skipped_steps=self.run.skipped_steps + 1)
         if event.op:
-            old = self.op(event.op)
-            self.ops[event.op] = replace(
+            old = self.op(op_of(event))
+            self.ops[old.op] = replace(
                 old,
                 promoted=old.promoted + (event.kind == "promoted"),
                 demoted=old.demoted + (event.kind == "demoted"),
@@ -203,6 +202,11 @@ class _Draft:
 
 
 _OBSERVED = ("amax", "largest", "overflow_frac", "saturation_frac", "underflow_frac")
+
+
+def op_of(event: Event) -> str:
+    """The op that an event is about; of how a tensor is kept, the op that makes it."""
+    return maker(event.op) if event.role == KEPT else event.op
 
 
 def figures_of(event: Event) -> dict[str, float]:

@@ -14,6 +14,7 @@ from autoprec.reporting.curves import Point
 from autoprec.reporting.differences import NUMBER
 from autoprec.reporting.histories import RunHistory, Span
 from autoprec.reporting.pictures import as_svg, bytes_unit
+from autoprec.reporting.runs import op_of
 
 __all__ = ["curves_svg", "formats_svg"]
 
@@ -121,7 +122,7 @@ def _rows(history: RunHistory) -> list[_Row]:
     marks = dict[str, list[tuple[int, str]]]()
     for e in history.told:
         if e.kind in _MARKS and e.op:
-            marks.setdefault(e.op, []).append((e.step, e.kind))
+            marks.setdefault(op_of(e), []).append((e.step, e.kind))
     groups = dict[Any, list[str]]()
     for op, spans in history.formats.items():
         groups.setdefault((NUMBER.sub("*", op), spans, tuple(marks.get(op, ()))), []).append(op)
