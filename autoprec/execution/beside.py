@@ -49,7 +49,7 @@ class Copy:
                 _run(work, owner, heard)
             with suppress(OSError):  # whoever comes first; it may have ended by now
                 os.setpgid(self._pid, self._pid)
-            self._end = weakref.finalize(self, _end, self._pid, owner)
+            self._end = weakref.finalize(self, _end, self._pid)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, heard)
 
@@ -76,11 +76,10 @@ class Copy:
         self._end()
 
 
-def _end(pid: int, owner: int) -> None:
-    """Of the process that made it: others that are copied from that one have this object too."""
-    if os.getpid() != owner:
-        return
-    with suppress(ChildProcessError):  # somebody waits for every child: by now the number may be another process's
+def _end(pid: int) -> None:
+    # Not a child where somebody waits for every child, whose number may be another process's by now; nor in other
+    # processes that were copied from this one, which have this object too.
+    with suppress(ChildProcessError):
         has_ended, _ = os.waitpid(pid, os.WNOHANG)
         _end_group(pid)
         if not has_ended:

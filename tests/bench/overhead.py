@@ -5,7 +5,7 @@ rewritten graph is called and nothing else is there, no guard, no hooks, no reco
 differ by half a per cent by where their memory lies.) Whole steps with the optimizer's; a cycle has as many pairs as
 lie between two observed steps. Overheads are ratios of sums over a cycle, medians over cycles, with quartiles: of the
 guarded steps that are not observed, of all of them, and of the observed one against the bare steps of its cycle. Then
-what a step reads on the host, counted. Exit code 1 on the transformer if these are above 1.005, 1.010 or 1.3.
+what a step reads on the host, counted, and what judging the noise of a whole plan takes. Exit code 1 on the transformer if these are above 1.005, 1.010 or 1.3.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Generator, Tensor
 
 import autoprec
 from autoprec.execution import boundaries
+from autoprec.monitoring.budgets import NoiseJudge
 from autoprec.plans import Plan
 from autoprec.serial import load_policy
 from tests.bench.measure import Calibrated, calibrate, one_thread
@@ -151,6 +152,19 @@ def reads(run: Training, batch: Any, *, observed: bool) -> int:
     return count.total()
 
 
+def judging(found: Calibrated, policy: str) -> str:
+    """What it takes to judge it under this policy's plan, by what calibration saw; a plan that is given, as those are
+    that are timed, has no calibration."""
+    plan, chosen, profile = found.planned(policy), load_policy(policy), found.session.profile
+    assert plan is not None
+    seconds = []
+    for _ in range(10):
+        begin = time.perf_counter()
+        NoiseJudge(plan, found.session.graph, found.device, chosen, known=profile, window=profile).verdicts()
+        seconds.append(time.perf_counter() - begin)
+    return f"{statistics.median(seconds) * 1e3:.0f} ms under {policy}, once in {chosen.monitor.window_steps} steps"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.overhead")
     parser.add_argument("--cycles", type=int, default=12)
@@ -179,6 +193,8 @@ def main() -> None:
             batch = found.batches[0]
             counts = {n: reads(run, batch, observed=n == "observed") for n in ("plain", "observed")}
             print(f"  reads on the host: {counts['plain']} in a plain step, {counts['observed']} in an observed one")
+            for name in ("balanced", "memory"):
+                print(f"  noise of the whole plan, at the end of a window: {judging(found, name)}", flush=True)
             if workload.name == "transformer":
                 middles = {name: statistics.median(values) for name, values in ratios.items()}
                 missed += [f"transformer: {name} {middle:.4f}, not {bar}"
