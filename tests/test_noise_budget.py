@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import autoprec
-from autoprec import states
+from autoprec import scheduling, states
 from autoprec.errors import StateError
 from autoprec.floors import Ban
 from autoprec.formats import FP16
@@ -302,3 +302,11 @@ def test_formats_with_steps_in_proportion_are_not_looked_at() -> None:
     assert found.verdicts() == () and "_now" not in vars(found)
     found.plan = session.plan
     assert found.verdicts() == () and "_now" in vars(found)
+
+
+def test_where_no_plan_keeps_the_budgets_the_tensor_alone_is_kept_otherwise() -> None:
+    plan = Kept().session.plan
+    assert plan is not None
+    after = scheduling._without(plan, frozenset({("1:relu#0", "int8", "kept"), ("2:linear#0", "int8")}))
+    assert after.storage_of == {**plan.storage_of, "1:relu#0": "as_is"} and after.format_of == plan.format_of
+    assert scheduling._without(plan, frozenset({("1:relu#0", "int8"), ("1:relu#0", "bf16", "kept")})) == plan
