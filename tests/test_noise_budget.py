@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import autoprec
-from autoprec import scheduling, states
-from autoprec.errors import StateError
+from autoprec import scheduling
 from autoprec.floors import Ban
 from autoprec.formats import FP16
 from autoprec.monitoring import budgets
@@ -24,8 +23,6 @@ from autoprec.numerics.histograms import histogram, sample
 from autoprec.planning.noise import relative_error
 from autoprec.planning.problem import build_problem
 from autoprec.profiles import Profile, RangeHistogram, TensorProfile
-from autoprec.serial import state_from_parts
-from autoprec.serial.trees import Source
 from autoprec.sessions import Session
 
 Data = Callable[[int], Tensor]
@@ -203,13 +200,6 @@ class Run:
         return [e for e in self.session.events if e.kind == kind]
 
 
-def read_back(session: Session) -> states.Run:
-    state = session.state_dict()
-    header = state.pop("autoprec")
-    arrays = {name: x.numpy() for name, x in state.items()}
-    return state_from_parts(header, arrays, Source("a state", StateError)).run
-
-
 def test_noise_beyond_the_budget_promotes_before_a_tensor_is_judged() -> None:
     drop = 10.0 * math.log10(
         relative_error(histogram(sample(small(0))), FP16) / relative_error(histogram(sample(ordinary(0))), FP16)
@@ -220,7 +210,10 @@ def test_noise_beyond_the_budget_promotes_before_a_tensor_is_judged() -> None:
     assert not run.told("promoted")
     run.steps(4, small)
     assert not run.told("promoted")  # once may be an accident
-    assert read_back(run.session).was_noisy
+    rest = autoprec.session(autoprec.compile(TwoInputs(), policy=run.session.policy, events=None))
+    assert not rest._stability.was_noisy
+    rest.load_state_dict(run.session.state_dict())
+    assert rest._stability.was_noisy
     run.steps(4, small)
     events = run.told("promoted")
     assert events and {e.trigger for e in events} == {"noise_budget"} and events[0].op == "first:linear#0"
@@ -310,3 +303,17 @@ def test_where_no_plan_keeps_the_budgets_the_tensor_alone_is_kept_otherwise() ->
     after = scheduling._without(plan, frozenset({("1:relu#0", "int8", "kept"), ("2:linear#0", "int8")}))
     assert after.storage_of == {**plan.storage_of, "1:relu#0": "as_is"} and after.format_of == plan.format_of
     assert scheduling._without(plan, frozenset({("1:relu#0", "int8"), ("1:relu#0", "bf16", "kept")})) == plan
+
+
+def test_what_is_banned_is_no_choice() -> None:
+    session = Kept().session
+    assert session.graph and session.profile and session.device
+
+    def storages(*banned: tuple[str, ...]) -> tuple[str, ...]:
+        problem = build_problem(
+            session.graph, session.profile, session.device, session.policy, banned=frozenset(banned)
+        )
+        return problem.tensors[problem.tensor_index["1:relu#0"]].storages
+
+    assert storages() == storages(("1:relu#0", "bf16", "kept"), ("0:linear#0", "int8", "kept")) == ("int8",)
+    assert storages(("1:relu#0", "int8", "kept")) == ()

@@ -5,7 +5,8 @@ rewritten graph is called and nothing else is there, no guard, no hooks, no reco
 differ by half a per cent by where their memory lies.) Whole steps with the optimizer's; a cycle has as many pairs as
 lie between two observed steps. Overheads are ratios of sums over a cycle, medians over cycles, with quartiles: of the
 guarded steps that are not observed, of all of them, and of the observed one against the bare steps of its cycle. Then
-what a step reads on the host, counted, and what judging the noise of a whole plan takes. Exit code 1 on the transformer if these are above 1.005, 1.010 or 1.3.
+what a step reads on the host, counted, and what judging the noise of a whole plan takes. Exit code 1 on the transformer
+if these are above 1.005, 1.010 or 1.3.
 """
 
 from __future__ import annotations
