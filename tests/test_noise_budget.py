@@ -210,7 +210,8 @@ def test_noise_beyond_the_budget_promotes_before_a_tensor_is_judged() -> None:
     assert not run.told("promoted")
     run.steps(4, small)
     assert not run.told("promoted")  # once may be an accident
-    rest = autoprec.session(autoprec.compile(TwoInputs(), policy=run.session.policy, events=None))
+    model = TwoInputs()
+    rest = autoprec.session(autoprec.compile(model, policy=run.session.policy, events=None))
     assert not rest._stability.was_noisy
     rest.load_state_dict(run.session.state_dict())
     assert rest._stability.was_noisy
