@@ -49,10 +49,10 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def made(width: int = 64, rows: int = 4, length: int = 17) -> tuple[Tuned, list[Tensor]]:
+def made(width: int = 64, rows: int = 4, length: int = 17, layers: int = 1) -> tuple[Tuned, list[Tensor]]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    return Tuned(width), [torch.randint(0, 32, (rows, length)) for _ in range(4)]
+    return Tuned(width, layers=layers), [torch.randint(0, 32, (rows, length)) for _ in range(4)]
 
 
 def policy_with(*formats: str, **changes: Any) -> Any:

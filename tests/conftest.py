@@ -63,12 +63,12 @@ _RACES = ("test_tournament", "test_bench", "test_demo")
 
 @pytest.fixture(autouse=True)
 def short_races(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Contestants race for a second at most, and not for four: in minutes of tests nobody looks at who won."""
+    """Contestants race for a quarter of a second, and not for four: in minutes of tests nobody looks at who won."""
     import sys
 
     tournament = sys.modules.get("autoprec.execution.tournament")
     if tournament is not None and not any(name in request.node.nodeid for name in _RACES):
-        monkeypatch.setattr(tournament, "_BUDGET_SECONDS", 1.0)
+        monkeypatch.setattr(tournament, "_BUDGET_SECONDS", 0.25)
 
 
 @pytest.fixture

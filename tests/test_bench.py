@@ -1,9 +1,9 @@
-"""The suite's bars that do not depend on the machine's speed, on its smallest workloads."""
+"""The suite's bars that do not depend on the machine's speed, on its smallest workload."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 
@@ -12,16 +12,22 @@ from tests.bench import budgets, categories, lowering
 from tests.bench.__main__ import OBSERVED_PEAK, misses, rows_of
 from tests.bench.binding import uniform_e5m2, widely
 from tests.bench.earns import narrowed, study
-from tests.bench.measure import calibrate, one_thread
+from tests.bench.measure import Calibrated, calibrate, one_thread
 from tests.bench.mixtures import ratios
 from tests.bench.workloads import WORKLOADS
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn"])
-def test_peaks_and_budgets(name: str) -> None:
+@cache
+def calibrated() -> Calibrated:
+    """The smallest workload."""
     with one_thread():
-        rows, costs = rows_of(WORKLOADS[name])
-    missed = [m for m in misses(rows, {name: costs}) if "peak" in m or "budget" in m]
+        return calibrate(WORKLOADS["mlp"])
+
+
+def test_peaks_and_budgets() -> None:
+    with one_thread():
+        rows, costs = rows_of(WORKLOADS["mlp"])
+    missed = [m for m in misses(rows, {"mlp": costs}) if "peak" in m or "budget" in m]
     assert not missed
     assert costs["observed_peak"] <= OBSERVED_PEAK
     by_name = {r.contestant: r for r in rows}
@@ -31,8 +37,7 @@ def test_peaks_and_budgets(name: str) -> None:
 
 
 def test_default_limits_forbid_e5m2_for_everything_and_allow_a_mixture() -> None:
-    with one_thread():
-        found = calibrate(WORKLOADS["mlp"])
+    found = calibrated()
     loss, gradient = uniform_e5m2(found)
     assert loss > 1.0 and gradient > 1.0
     proposals = widely(found)
@@ -54,8 +59,9 @@ def test_planning_earns_its_keep() -> None:
 
 def test_no_measured_peak_rises_when_the_budget_falls() -> None:
     with one_thread():
-        found = calibrate(WORKLOADS["mlp"])
-        points = budgets.descent(found, range(100, 0, -25))  # the last that fits binds: 50 %, or 75 % without BF16
+        points = budgets.descent(
+            calibrated(), range(100, 0, -25)
+        )  # the last that fits binds: 50 %, or 75 % without BF16
     assert len(points) > 1 and points[-1].measured_bytes < points[0].measured_bytes
     assert budgets.misses("mlp", points) == []
     up, down = points[::-1], points[-1:]
@@ -64,8 +70,8 @@ def test_no_measured_peak_rises_when_the_budget_falls() -> None:
 
 
 def test_every_category_of_bytes_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = calibrated()
     with one_thread():
-        found = calibrate(WORKLOADS["mlp"])
         assert [c.miss for c in categories.of_workload(found) if c.miss] == []
         monkeypatch.setattr(categories, "optimizer_bytes", lambda kind, size: size)
         assert {c.name for c in categories.of_workload(found) if c.miss} == {"optimizer state"}
@@ -91,4 +97,4 @@ def test_torchs_fp8_by_size_has_the_larger_error_at_the_higher_peak(workload: st
 @pytest.mark.parametrize("formats", ["fp32 bf16", "fp32 bf16 fp16"])
 def test_of_random_mixtures_no_predicted_peak_is_far_too_low(formats: str) -> None:
     with one_thread():
-        assert min(ratios(calibrate(WORKLOADS["mlp"]), 8, formats.split())) > 0.95
+        assert min(ratios(calibrated(), 8, formats.split())) > 0.95

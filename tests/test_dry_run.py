@@ -31,7 +31,7 @@ class Attends(nn.Module):
         self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(3):
+        for _ in range(2):
             q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
             x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
         return x.square().mean()
@@ -40,8 +40,8 @@ class Attends(nn.Module):
 class Convolves(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1, bias=False) for _ in range(4))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(4))
+        self.convs = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1, bias=False) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for conv, norm in zip(self.convs, self.norms, strict=True):

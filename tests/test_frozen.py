@@ -82,7 +82,7 @@ def test_rows_are_looked_up_without_the_rest() -> None:
 
 def test_what_an_op_computes_is_bitwise_as_if_it_had_cast() -> None:
     """In BF16, and products in BF16: the one rounding is the same, made once instead of every time."""
-    model, batches = made()
+    model, batches = made(layers=2)
     ops = [f"{kind}.{k}.base:linear#0" for kind in ("wide", "narrow") for k in (0, 1)]
     assignments = tuple(
         Assignment(op=op, role=role, format="bf16", reason="") for op in ops for role in Role if role != "grad_weight"
@@ -145,7 +145,7 @@ def test_the_noise_budget_decides() -> None:
 
 def test_its_worth_to_the_loss_is_that_of_the_whole_gradient() -> None:
     """The sampled square of a gradient that nobody computes, against the gradient of the same weight when trained."""
-    model, batches = made(width=32)
+    model, batches = made(width=32, layers=2)
     observing = policy_with().replaced(formats=("fp32",), storage={"formats": ()})
     autoprec.compile(model, policy=observing, batches=batches, loss_fn=loss_of, events=None)
     found = autoprec.session(model).profile

@@ -23,7 +23,7 @@ from tests.adapters import NARROW, compiled, gradients, loss_of, made, narrow_of
 
 @pytest.mark.parametrize("formats", ["fp32", "fp32 bf16"])
 def test_they_live_as_planned_and_the_prediction_knows(formats: str) -> None:
-    model, batches = made(width=256, rows=8, length=65)
+    model, batches = made(width=256, rows=8, length=65, layers=2)
     parameters = dict(model.named_parameters())
     wide = sum(p.numel() * 4 for p in parameters.values())
     compiled(model, batches, *NARROW, formats=tuple(formats.split()))
@@ -47,7 +47,7 @@ def test_they_live_as_planned_and_the_prediction_knows(formats: str) -> None:
 
 def test_whatever_format_a_product_has_the_prediction_knows() -> None:
     """Beside a frozen one in BF16, with all that may be made again made again."""
-    model, batches = made(width=128, rows=8, length=33)
+    model, batches = made(width=128, rows=8, length=33, layers=2)
     compiled(model, batches, "bf16", formats=("fp32", "bf16"), noise={"gradient": 1e6, "loss": 1e6})
     session = autoprec.session(model)
     policy = policy_with("bf16", formats=("fp32", "bf16"), noise={"gradient": 1e6, "loss": 1e6})
@@ -62,7 +62,7 @@ def test_whatever_format_a_product_has_the_prediction_knows() -> None:
         for _, choice in flips(problem, base, groups, unit):
             evaluation = evaluate(problem, choice)
             plan = proposals.decisions(Solution(choice=choice, evaluation=evaluation, bound=0.0))
-            other, _ = made(width=128)
+            other, _ = made(width=128, layers=2)
             autoprec.compile(other, plan=plan, events=None)
             for _ in range(2):
                 gradients(other, batches[0])

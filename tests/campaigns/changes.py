@@ -39,9 +39,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, depth: int) -> None:
         super().__init__()
-        self.first, self.blocks, self.last = nn.Linear(32, 64), nn.Sequential(Block(64), Block(64)), nn.Linear(64, 8)
+        self.first, self.last = nn.Linear(32, 64), nn.Linear(64, 8)
+        self.blocks = nn.Sequential(*(Block(64) for _ in range(depth)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.blocks(self.first(x)))
@@ -79,11 +80,11 @@ class Tally:
 
 
 class Training:
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, depth: int) -> None:
         torch.manual_seed(0)
         torch._dynamo.reset()
         counters.clear()
-        self.model = Net()
+        self.model = Net(depth)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         autoprec.compile(self.model, policy=policy(), budget=BUDGETS[0], events=None, backend=backend)  # type: ignore[arg-type]
         self.session = autoprec.session(self.model)
@@ -147,9 +148,9 @@ class Training:
         return found[self.tally.promotions % len(found)] if found else None
 
 
-def campaign(count: int, backend: str) -> Tally:
-    """So many changes."""
-    run = Training(backend)
+def campaign(count: int, backend: str, *, depth: int = 2) -> Tally:
+    """So many changes, of a network with so many blocks."""
+    run = Training(backend, depth)
     tally, session = run.tally, run.session
     k = 0
     while tally.changes < count and tally.steps < 100 * count:

@@ -20,7 +20,7 @@ from autoprec.planning.uses import Saver
 from autoprec.planning.values import Problem
 from tests.planning.planning_cases import Case, random_case
 
-CASES = 300
+CASES = 180
 
 
 def random_choice(problem: Problem, rng: np.random.Generator) -> Choice:
