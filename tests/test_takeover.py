@@ -422,3 +422,36 @@ def test_in_another_copied_process_a_copy_is_not_ended() -> None:
     assert Copy(copy.end).wait(60.0)
     assert os.waitpid(copy._pid, os.WNOHANG) == (0, 0)  # it runs
     copy.end()
+
+
+ON_TWO_THREADS = """
+import torch, autoprec
+from torch import nn
+from torch._dynamo.utils import counters
+from autoprec.testing import inject
+
+torch.set_num_threads(2)
+model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64), nn.Linear(64, 8))
+pinned = {"match": "*", "kinds": ["linear"], "pin": "fp16", "optional": True}
+policy = autoprec.Policy(name="test", formats=("fp32", "fp16"), rules=[pinned], calibration={"steps": 4},
+                         monitor={"takeover_steps": 3}, noise={"gradient": 10.0, "loss": 10.0})
+autoprec.compile(model, policy=policy, backend="inductor", events=None)
+session, optimizer = autoprec.session(model), torch.optim.SGD(model.parameters(), 1e-3)
+for step in range(12):
+    if step == 6:
+        inject(model, "2:linear#0", kind="forward_overflow", step=session.steps)
+        missed = counters["inductor"]["fxgraph_cache_miss"]
+    optimizer.zero_grad()
+    model(torch.randn(512, 64)).square().mean().backward()
+    optimizer.step()
+print([e.kind for e in session.events], counters["inductor"]["fxgraph_cache_miss"] - missed)
+"""
+
+
+def test_a_copy_of_a_process_with_threads_compiles_for_as_many(tmp_path: Path) -> None:
+    """OpenMP's threads are not copied; the copy would wait for them."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", ON_TWO_THREADS], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "['planned', 'bad_step', 'promoted', 'lowered'] 0", done.stdout + done.stderr[-500:]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Callable, Sequence
+
+import torch
 
 from autoprec.execution.beside import Copy, can_copy
 from autoprec.execution.lowering import Lowering
@@ -90,10 +93,22 @@ def _compile(slots: Sequence[Slot]) -> None:
     from torch._inductor import config, cpp_builder
 
     config.compile_threads = 1  # the processes that compile for this one are not the copy's
+    _on_one_thread()
     cpp_builder.run_compile_cmd = _whole(cpp_builder.run_compile_cmd)
     for slot in slots:
         slot.lower()
         slot.prepare()
+
+
+def _on_one_thread() -> None:
+    """OpenMP's threads are not in the copy, which would wait for them without end; what is compiled, and its name in
+    the cache, is for as many as there are."""
+    from torch._inductor import utils
+
+    name, threads = "parallel_num_threads", utils.parallel_num_threads()
+    for module in [m for key, m in sys.modules.items() if key.startswith("torch._inductor") and name in vars(m)]:
+        setattr(module, name, lambda: threads)
+    torch.set_num_threads(1)
 
 
 def _whole(build: Callable[[str, str], None]) -> Callable[[str, str], None]:
