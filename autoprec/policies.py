@@ -6,7 +6,6 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
@@ -16,9 +15,10 @@ from pydantic_core import PydanticCustomError
 
 from autoprec.budgets import Budget, parse_budget
 from autoprec.checks import described
-from autoprec.errors import InputError, PolicyError, nearest
+from autoprec.errors import InputError, PolicyError
 from autoprec.formats import COMPUTE_FORMATS, STORAGE_FORMATS, Format, format_named
 from autoprec.graphs import Op, OpGraph, Role
+from autoprec.policy_problems import dotted, policy_problems
 from autoprec.policy_schema import BUDGET, FORMAT, FORMAT_OR_NONE, given, some_of
 
 __all__ = [
@@ -32,13 +32,9 @@ __all__ = [
     "Raise",
     "Rule",
     "StorageOptions",
-    "dotted",
     "nearest_op",
     "parse_budget",
-    "policy_problems",
 ]
-
-Location = tuple[str | int, ...]
 
 
 def _refused(message: str, *at: str | int) -> PydanticCustomError:
@@ -73,11 +69,11 @@ class _Refusing(type(BaseModel)):  # type: ignore[misc]
         try:
             return super().__call__(*args, **values)
         except ValidationError as error:
-            raise _policy_error(f"{cls.__name__}()", error) from error
+            raise _policy_error(f"{cls.__name__}()", error, cls) from error
 
 
-def _policy_error(what: str, error: ValidationError) -> PolicyError:
-    return PolicyError("\n".join(f"{what}: {dotted(at)}{problem}" for at, problem, _ in policy_problems(error)))
+def _policy_error(what: str, error: ValidationError, model: type[BaseModel]) -> PolicyError:
+    return PolicyError("\n".join(f"{what}: {dotted(at)}{problem}" for at, problem, _ in policy_problems(error, model)))
 
 
 def _tuple(value: Any) -> Any:
@@ -431,7 +427,7 @@ class Policy(_Part):
         try:
             return Policy.model_validate({name: getattr(self, name) for name in Policy.model_fields} | changes)
         except ValidationError as error:
-            raise _policy_error(f"policy {self.name!r}", error) from error
+            raise _policy_error(f"policy {self.name!r}", error, Policy) from error
 
 
 def nearest_op(rule: Rule, graph: OpGraph) -> str:
@@ -448,61 +444,3 @@ def nearest_op(rule: Rule, graph: OpGraph) -> str:
 
 def _closest(name: str, choices: dict[str, str]) -> str:
     return choices[difflib.get_close_matches(name[:200], sorted(choices), n=1, cutoff=0.0)[0]]
-
-
-_PARTS: dict[str | int, type[_Part]] = {
-    "noise": Noise,
-    "rules": Rule,
-    "storage": StorageOptions,
-    "calibration": Calibration,
-    "monitor": Monitor,
-    "guard": Guard,
-    "loss_scaling": LossScaling,
-    "schedule": Raise,
-}
-_WANTED = {
-    "bool_type": "true or false",
-    "float_type": "a number",
-    "int_type": "a whole number",
-    "model_type": "a mapping",
-    "string_type": "text",
-    "tuple_type": "a list",
-}
-_LIMITS = {"greater_than": ("gt", "above"), "greater_than_equal": ("ge", "at least"), "less_than": ("lt", "below")}
-
-
-def policy_problems(error: ValidationError) -> Iterator[tuple[Location, str, bool]]:
-    """Each problem as (location, what is wrong, whether the key itself is), in the order of the fields."""
-    hints = 0
-    for detail in error.errors(include_url=False):
-        at: Location = detail["loc"]
-        context: dict[str, Any] = detail.get("ctx", {})
-        kind, got = detail["type"], detail["input"]
-        if kind == "extra_forbidden":
-            model = _PARTS.get(at[0], Policy) if len(at) > 1 else Policy
-            hints += 1  # thousands would take a while
-            keys = [field.alias or name for name, field in model.model_fields.items()]
-            hint = nearest(str(at[-1])[:60], keys) if hints <= 100 else ""
-            yield at, f"unknown key {str(at[-1])[:60]!r}.{hint}", True
-        elif kind == "missing":
-            yield at[:-1], f"the key {at[-1]!r} is missing", False
-        elif kind == "literal_error":
-            choices = re.findall(r"'([^']*)'", context["expected"]) or [context["expected"]]
-            close = difflib.get_close_matches(got if isinstance(got, str) else "", choices, n=1)
-            hint = f". Did you mean {close[0]!r}?" if close else ""
-            yield at, f"must be one of {', '.join(choices)}, not {described(got)}{hint}", False
-        elif kind in _WANTED:
-            yield at, f"must be {_WANTED[kind]}, not {described(got)}", False
-        elif kind in _LIMITS:
-            name, words = _LIMITS[kind]
-            yield at, f"must be {words} {context[name]}, not {described(got)}", False
-        elif kind == "autoprec":
-            yield (*at, *context["at"]), context["message"], False
-        else:
-            yield at, f"{detail['msg'][:1].lower()}{detail['msg'][1:]}, not {described(got)}", False
-
-
-def dotted(at: Location) -> str:
-    """A location as `rules[0].pin: `, or nothing for the root."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in at).removeprefix(".")
-    return f"{text}: " if text else ""

@@ -14,7 +14,8 @@ import yaml
 from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 
-from autoprec.policies import Policy, policy_problems
+from autoprec.policies import Policy
+from autoprec.policy_problems import policy_problems
 from autoprec.serial import policy_names, policy_path, policy_schema
 from tests.campaigns.mutations import RICH_POLICY, mutate
 
@@ -53,7 +54,7 @@ def refusals(tree: Tree) -> list[str]:
     try:
         Policy.model_validate(tree)
     except ValidationError as error:
-        assert list(policy_problems(error))
+        assert list(policy_problems(error, Policy))
         return [str(e["type"]) for e in error.errors()]
     return []
 

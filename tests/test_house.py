@@ -23,6 +23,7 @@ FLOORS = {
     "devices": 1,
     "budgets": 1,
     "policies": 1,
+    "policy_problems": 1,
     "policy_schema": 1,
     "plans": 1,
     "floors": 1,
@@ -214,8 +215,8 @@ def test_lint_and_types() -> None:
 
 #: Floors 0 to 2.
 TYPED = ("errors.py", "formats.py", "graphs.py", "profiles.py", "devices.py", "budgets.py",
-         "policies.py", "plans.py", "floors.py", "states.py", "losses.py", "schedules.py", "serial",
-         "planning", "reporting")  # fmt: skip
+         "policies.py", "policy_problems.py", "plans.py", "floors.py", "states.py", "losses.py", "schedules.py",
+         "serial", "planning", "reporting")  # fmt: skip
 
 
 def test_nothing_is_pickled() -> None:

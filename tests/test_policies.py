@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from autoprec.errors import InputError, PolicyError
 from autoprec.graphs import Op, OpClass, OpGraph
-from autoprec.policies import Budget, Monitor, Policy, Rule, StorageOptions, parse_budget, policy_problems
+from autoprec.policies import Budget, Monitor, Policy, Rule, StorageOptions, parse_budget
+from autoprec.policy_problems import policy_problems
 
 
 def op(fqn: str, kind: str = "linear") -> Op:
@@ -29,7 +30,7 @@ def repr_short(value: object) -> str:
 def problems(**values: object) -> list[tuple[tuple[str | int, ...], str]]:
     with pytest.raises(ValidationError) as caught:
         policy(**values)
-    return [(at, what) for at, what, _ in policy_problems(caught.value)]
+    return [(at, what) for at, what, _ in policy_problems(caught.value, Policy)]
 
 
 GRAPH = OpGraph(
@@ -242,3 +243,9 @@ def test_replaced_validates() -> None:
 def test_no_torch_is_imported() -> None:
     code = "import sys, autoprec.policies, autoprec.serial; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("part", "key", "meant"), [(Monitor, "windo_steps", "window_steps"), (Rule, "pinn", "pin")])
+def test_an_unknown_key_of_a_part_is_held_against_its_own(part: type[Monitor | Rule], key: str, meant: str) -> None:
+    with pytest.raises(PolicyError, match=f"unknown key '{key}'. Did you mean '{meant}'"):
+        part(**{key: 1})

@@ -19,7 +19,7 @@ from autoprec.planning.proposals import LOW_FRAC, Proposals, Question, rivals, t
 from autoprec.planning.reasons import bytes_text, violation_text
 from autoprec.planning.relaxing import what_to_change
 from autoprec.planning.solutions import Choice, Solution
-from autoprec.planning.solvers import LARGE, decisions_count, gap_for, solve
+from autoprec.planning.solvers import LARGE, PRICED, decisions_count, gap_for, solve
 from autoprec.planning.uniform import uniform_choice
 from autoprec.plans import Plan, Totals
 from autoprec.policies import Policy, parse_budget
@@ -97,7 +97,7 @@ def propose(question: Question, *, relative_gap: float | None = None, advise: bo
     gap = gap_for(question.problem) if relative_gap is None else relative_gap
     limited = _at_lowest_peak(question, gap) if question.at_lowest_peak else question
     problem = limited.problem
-    if question.at_lowest_peak and relative_gap is None and gap > 0.0:
+    if question.at_lowest_peak and relative_gap is None and decisions_count(problem) > PRICED:
         gap = _LOW_PEAK_GAP
     solution = solve(problem, relative_gap=gap)
     if solution is None:
@@ -107,9 +107,9 @@ def propose(question: Question, *, relative_gap: float | None = None, advise: bo
     return Proposals(question=limited, all=rivals(question.problem, solution, question.policy.formats))
 
 
-#: Of problems that are not small under a budget that leaves next to no choice: the 441 decisions of the 12 layers of
-#: tests/scale_study.py take 0.3 s, and 33 s to a thousandth (`relative_gap`), for 0.27 % of the step; the 121 of a
-#: narrow model with adapters in four layers 15 s, and 22 s to a thousandth. Plans within a fiftieth are as fast.
+#: Of large problems under a budget that leaves next to no choice: the 441 decisions of the 12 layers of
+#: tests/scale_study.py take 0.3 s, and 33 s to a thousandth (`relative_gap`), for 0.27 % of the step. Plans within a
+#: fiftieth are as fast.
 _LOW_PEAK_GAP = 5e-3
 
 

@@ -13,7 +13,8 @@ from autoprec.checks import described
 from autoprec.devices import Datasheet, Device
 from autoprec.errors import DeviceError, InputError, PlanError, PolicyError, nearest
 from autoprec.plans import Event, Plan
-from autoprec.policies import Policy, dotted, policy_problems
+from autoprec.policies import Policy
+from autoprec.policy_problems import dotted, policy_problems
 from autoprec.serial.codec import Problem, decode, encode, refused, take_envelope
 from autoprec.serial.files import PathLike, read_tree, write_atomic
 from autoprec.serial.trees import Node, Source, dump_yaml, parse_json
@@ -58,7 +59,7 @@ def read_policy(path: PathLike) -> Policy:
     except ValidationError as error:
         problems = [
             Problem(*_place(root, at, of_key), dotted(at).removesuffix(": "), what)
-            for at, what, of_key in policy_problems(error)
+            for at, what, of_key in policy_problems(error, Policy)
         ]
         raise refused(problems, source) from error
 

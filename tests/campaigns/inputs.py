@@ -35,7 +35,7 @@ from autoprec.cli.targets import load_target
 from autoprec.errors import InputError
 from autoprec.policies import parse_budget
 from autoprec.serial.codec import encode
-from tests.campaigns import schemas
+from tests.campaigns import budget_texts
 from tests.campaigns.mutations import ARRAYS, DEVICE, HEADER, PLAN, RICH_POLICY, Path_, mutate, places, typo, value_at
 from tests.campaigns.schemas import faults
 
@@ -249,7 +249,7 @@ def some_budget(chance: Random) -> Any:
 
 def check_budget(chance: Random, tally: Tally) -> None:
     value = some_budget(chance)
-    message = tally.attempt("budget", lambda: parse_budget(value), schemas.valid_budget(value), repr(value))
+    message = tally.attempt("budget", lambda: parse_budget(value), budget_texts.valid(value), repr(value))
     if message is not None and not re.search(r"valid: |above 0%|at least 1 byte", message):
         tally.broken.append(f"budget: no valid choice: {message}")
 

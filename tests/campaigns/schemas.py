@@ -10,6 +10,8 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.validators import extend
 
+from tests.campaigns import budget_texts
+
 Path = tuple[str | int, ...]
 
 #: Built in, and those that may be described: 2 to 6 exponent bits, at least one of mantissa, 3 to 8 in all; integers.
@@ -377,7 +379,7 @@ def _policy(tree: Any) -> Iterator[Path]:
     monitor = {"window_steps": 500, "interval_steps": 50} | (given if isinstance(given, dict) else {})
     if all(type(n) is int for n in list(monitor.values())[:2]) and monitor["interval_steps"] > monitor["window_steps"]:
         yield ("monitor", "interval_steps") if "interval_steps" in given else ("monitor", "window_steps")
-    if not valid_budget(_value(tree, "budget")):
+    if not budget_texts.valid(_value(tree, "budget")):
         yield ("budget",)
 
 
@@ -436,26 +438,3 @@ _LAWS: dict[str, Callable[[Any], Iterator[Path]]] = {
     "datasheet": _datasheet,
     "profile": _header,
 }
-
-_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "": 1}
-
-
-def valid_budget(value: Any) -> bool:
-    """Null, whole bytes from 1 to below 2^63, or digits with a unit or a per cent sign (above 0, at most 100)."""
-    if value is None:
-        return True
-    if type(value) is int:
-        return 1 <= value < 2**63
-    if not isinstance(value, str) or not value.isascii():
-        return False
-    text = value.strip(" \t\n\r\f\v").lower()
-    unit = text.lstrip("0123456789.").strip(" \t\n\r\f\v")
-    digits = text[: len(text) - len(unit)].strip(" \t\n\r\f\v")
-    whole, point, rest = digits.partition(".")
-    if not whole.isdigit() or len(whole) > 18 or (point and not rest.isdigit()) or len(rest) > 18:
-        return False
-    amount = int(whole + rest)  # in units of 10^-len(rest)
-    if unit == "%":
-        return 0 < amount <= 100 * 10 ** len(rest)
-    return unit in _UNITS and 1 <= amount * _UNITS[unit] // 10 ** len(rest) < 2**63
