@@ -16,6 +16,8 @@ import autoprec
 from autoprec.plans import Event
 from autoprec.reporting.histories import history_of
 from autoprec.reporting.pages import run_page
+from autoprec.reporting.plans import maker
+from autoprec.reporting.timelines import _rows
 from autoprec.serial import event_from_json_line
 from autoprec.serial.values import event_to_json_line
 from tests.windows import half, layers, overflow_for_some_windows
@@ -119,6 +121,20 @@ def test_formats_of_every_step(events: list[Event]) -> None:
             lines = [e for e in events if (e.kind, e.role, e.op) == ("assigned", "output", op) and e.step <= step]
             expected = lines[-1].now if lines else "fp32"
             assert [s.format for s in spans if s.begin <= step < s.end] == [expected]
+
+
+def test_a_kept_tensor_is_marked_in_the_row_of_the_op_that_makes_it(events: list[Event]) -> None:
+    """Its event names the tensor, which has no row."""
+
+    def marks(of: list[Event]) -> dict[str, tuple[tuple[int, str], ...]]:
+        return {label: marked for label, _, marked in _rows(history_of(of))}
+
+    before = marks(events)
+    op = next(iter(history_of(events).formats))
+    tensor = f"{op}.1"  # its second result
+    kept = Event(step=events[-1].step, kind="promoted", op=tensor, role="kept", was="fp8_e4m3", trigger="noise_budget")
+    assert maker(tensor) == op
+    assert marks([*events, kept])[op] == (*before[op], (kept.step, "promoted"))
 
 
 def test_the_newest_run_of_a_file_is_shown(events: list[Event]) -> None:
