@@ -75,7 +75,15 @@ class StateError(InputError):
 
 
 class InfeasibleError(AutoprecError):
-    """No plan keeps the budgets; the message gives the smallest feasible one."""
+    """No plan keeps the budgets; the message gives the smallest feasible one.
+
+    Attributes:
+        smallest_bytes: that budget; None where no budget would help.
+    """
+
+    def __init__(self, message: str, smallest_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
 
 
 class SolverError(AutoprecError):

@@ -3,15 +3,14 @@ bad, the schedule says so, somebody asks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
+from autoprec.budgeting import fits_uncompiled, leave_uncompiled, made_again, tournament_of, within_budget
 from autoprec.budgets import parse_budget
 from autoprec.devices import Device
 from autoprec.errors import InputError
-from autoprec.execution.replay import CallRecord
 from autoprec.execution.slots import Slot
-from autoprec.execution.tournament import Tournament
 from autoprec.floors import Turn
 from autoprec.plans import Plan
 from autoprec.profiles import Profile
@@ -46,7 +45,7 @@ class Replanning:
 
         Raises `InputError` if nothing was observed yet, `InfeasibleError` if no plan keeps the budgets.
         """
-        plan = self._scheduler.first_plan(self._guard.optimizer_bytes, _tournament(self, self._calls))
+        plan = self._scheduler.first_plan(self._guard.optimizer_bytes, tournament_of(self))
         self.adopt(plan)
         self._event("planned", evidence=f"{', '.join(plan.formats_used()) or 'fp32'}; binding: {plan.binding}")
         self._log.assign(self.steps, None, plan)
@@ -71,9 +70,8 @@ class Replanning:
                 "there is nothing to plan again from: calibration is not over, or the plan came from a file"
             )
         limit = self._scheduler.bytes_of(parse_budget(budget)) if budget is not None else self.plan.budget_bytes
-        before = self.plan
-        plan, _ = self._scheduler.solve_again(before, limit, self._banned, _tournament(self, list(self._calls)))
-        plan = self._stability.scaled(plan, before)
+        before, banned = self.plan, self._banned
+        plan, _ = made_again(self, before, lambda peak: self._scheduler.solve_again(before, limit, banned, peak))
         self.adopt(plan)
         asked = "the same budget" if budget is None else f"a budget of {budget}"
         self._event("planned", trigger="asked", evidence=f"for {asked}: {', '.join(plan.formats_used()) or 'fp32'}")
@@ -89,7 +87,7 @@ class Replanning:
             self._window_steps = self.steps
             self._observed.take_window()
             self._stability.was_noisy = False
-        later = self._takeover.begins(before, plan, self.steps, self._device_type)
+        later = self._takeover.begins(before, plan, self.steps, self._device_type, partial(fits_uncompiled, self))
         for slot in self._slots.values():
             slot.adopt(plan, self._device_type, compiled=not later)
         if not later:
@@ -120,20 +118,29 @@ def _prepare(session: Session) -> bool:
 
 def _take_over(session: Session) -> None:
     """Is what was compiled beside the run due?"""
-    missing = session._takeover.step_over(session.steps, _lowered(session), session._device_type)
+    foresee = partial(within_budget, session, runs=False)
+    missing = session._takeover.step_over(session.steps, _lowered(session), session._device_type, foresee)
     if missing is None:
         return
     if missing:
         session._event("warning", trigger="lowering", evidence=f"{missing}: the run waits for its compiler")
+    before = session.plan
+    plan, shortfall = within_budget(session)
+    if shortfall:
+        leave_uncompiled(session, plan, shortfall)
+        return
+    if plan is not before:
+        session.adopt(plan)
+        evidence = f"compiled, the plan before would break its budget: {', '.join(plan.formats_used()) or 'fp32'}"
+        session._event("planned", trigger="budget", evidence=evidence)
+        session._log.assign(session.steps, before, plan)
+        _note_run(session)
+    if session._takeover.due_step is not None:  # other scales: it waits in turn
+        return
     for slot in session._slots.values():  # also those that are compiled when they are called
         slot.lower()
     if _prepare(session):
         session._event("lowered", evidence="the plan runs compiled from now on")
-
-
-def _tournament(session: Session, calls: Sequence[CallRecord]) -> Tournament:
-    buffers, loss_bytes = session._guard.buffers.values(), session._observed.loss_bytes
-    return Tournament(calls, buffers, session._device_type, session.lowering, loss_bytes)
 
 
 def _plan_in_the_loop(session: Session) -> None:
@@ -206,11 +213,10 @@ def _tell_scales(session: Session, turn: Turn) -> None:
 def replan(session: Session) -> None:
     """Solve again without what is banned now; what was promoted or demoted is told with what came of it."""
     assert (before := session.plan) is not None
-    tournament = _tournament(session, list(session._calls))
-    plan, shortfall = session._scheduler.plan_again(before, session._banned, tournament)
+    banned = session._banned
+    plan, shortfall = made_again(session, before, lambda peak: session._scheduler.plan_again(before, banned, peak))
     if shortfall:
         session._event("warning", trigger="budget", evidence=shortfall)
-    plan = session._stability.scaled(plan, before)
     session.adopt(plan)
     session._log.settle(before, plan)
     if (said := session._schedule.said(session.steps)) is not None:

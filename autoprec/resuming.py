@@ -75,6 +75,7 @@ def _take(session: Session) -> RunState:
             gradients=stability.gradients,
             was_noisy=stability.was_noisy,
             lowered=tuple(sorted(session.lowering.known)),
+            uncompiled=tuple(sorted(session.lowering.left_uncompiled.items())),
             takeover_step=session._takeover.due_step,
         ),
         calibration=observed.profile,
@@ -100,6 +101,7 @@ def _give(session: Session, state: RunState) -> None:
     session._given_plan = False  # it ran before
     session._parts.capture(session.model, run.parts)
     session.lowering.known_before = frozenset(run.lowered)
+    session.lowering.left_uncompiled = dict(run.uncompiled)
     if run.plan is not None:
         session.adopt(run.plan)
     if run.plan is not None and run.takeover_step is not None and run.takeover_step > run.counts.steps:

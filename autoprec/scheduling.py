@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from autoprec.calibration.foreseeing import with_private_bytes, without_hooks
 from autoprec.calibration.structure import TimingCase
 from autoprec.calibration.timing import measure_casts, time_ops
 from autoprec.devices import Device
-from autoprec.errors import DeviceError, InfeasibleError, InputError, SolverError, UnsupportedError
+from autoprec.errors import DeviceError, InfeasibleError, InputError, SolverError
 from autoprec.execution.slots import Slot
 from autoprec.execution.tournament import Outcome, Tournament
 from autoprec.formats import is_operands_only
@@ -22,6 +22,7 @@ from autoprec.monitoring.budgets import NoiseJudge
 from autoprec.numerics.dtypes import native_formats
 from autoprec.observing import Observations
 from autoprec.planning.contest import adopt, runners
+from autoprec.planning.frozen import living_bytes
 from autoprec.planning.planner import ask, by_prediction, fp32_totals, propose, resolve_budget, uniform_plan
 from autoprec.planning.problem import fixed_bytes, optimizer_bytes
 from autoprec.planning.proposals import Proposals, Question
@@ -29,7 +30,10 @@ from autoprec.plans import AS_IS, KEPT, Assignment, Measurement, Plan, Storage
 from autoprec.policies import Budget, Policy, parse_budget
 from autoprec.profiles import Profile
 
-__all__ = ["Scheduler"]
+__all__ = ["PeakOf", "Scheduler"]
+
+#: Bytes that a step takes under a plan, above what is held before it; None where nobody knows.
+PeakOf = Callable[[Plan], "int | None"]
 
 
 #: Peak of an observed step in those of a plain one (python -m tests.bench: 1.04 to 1.08).
@@ -169,32 +173,28 @@ class Scheduler:
         )
 
     def solve_again(
-        self, before: Plan, budget_bytes: int | None, banned: frozenset[tuple[str, ...]], tournament: Tournament
+        self, before: Plan, budget_bytes: int | None, banned: frozenset[tuple[str, ...]], peak_of: PeakOf
     ) -> tuple[Plan, str]:
         """The plan without the (op id, format) and (op id, format, role) that may not be, and "" or by how much it
-        breaks the budget. With a step to replay its peak is measured, and it is made again for less while that breaks
-        the budget.
+        breaks the budget. Where its peak is known it is made again for less while that breaks the budget.
 
         Raises `InfeasibleError` if no plan keeps the budget by its prediction.
         """
         question = self._question(budget_bytes, before.living, banned)
         fastest = None if before.adopted is None else before.adopted.name
         proposals = propose(question, advise=False)
-        plan, limit, excess = by_prediction(proposals, prefer=fastest), question.budget_bytes, 0
-        for _ in range(_TIGHTENINGS):
-            excess = 0 if limit is None or tournament.empty else _excess_of(plan, proposals, tournament, limit)
-            if limit is None or excess <= 0 or plan.predicted is None:
-                break
+        plan, limit = by_prediction(proposals, prefer=fastest), question.budget_bytes
+        excess = self.excess_bytes(plan, peak_of)
+        tried = [(excess, plan)]
+        while limit is not None and excess > 0 and len(tried) <= _TIGHTENINGS and plan.predicted is not None:
             told = min(proposals.problem.budget_bytes or limit, plan.predicted.peak_bytes)
-            try:
-                proposals = propose(question.under(told - excess), advise=False)
-            except InfeasibleError:
+            if (smaller := _smaller(question, told, excess)) is None:
                 break
-            plan = replace(by_prediction(proposals, prefer=fastest), budget_bytes=limit)
-        return (
-            plan,
-            "" if excess <= 0 else f"the measured peak exceeds the budget by {excess} bytes; no plan takes less",
-        )
+            proposals, plan = smaller, replace(by_prediction(smaller, prefer=fastest), budget_bytes=limit)
+            excess = self.excess_bytes(plan, peak_of)
+            tried.append((excess, plan))
+        excess, plan = min(tried, key=lambda found: max(0, found[0]))
+        return plan, "" if excess <= 0 else _exceeds(excess)
 
     def noise_of(self, plan: Plan, window: Profile) -> NoiseJudge | None:
         """Who judges the noise of a plan under the ranges of a window; None without a calibration."""
@@ -203,13 +203,34 @@ class Scheduler:
             return None
         return NoiseJudge(plan, graph, self.device, self.policy, known=known, window=window)
 
-    def plan_again(self, before: Plan, banned: frozenset[tuple[str, ...]], tournament: Tournament) -> tuple[Plan, str]:
+    def excess_bytes(self, plan: Plan, peak_of: PeakOf) -> int:
+        """By how much a plan's peak breaks its budget; 0 where it has none, or where the peak is not known: the plan
+        then stands by its prediction."""
+        graph, limit = self._observed.graph, plan.budget_bytes
+        if graph is None or limit is None or (peak := peak_of(plan)) is None:
+            return 0
+        living = ((graph.tensor_by_id[t].numel, f) for t, f in plan.living.items())
+        narrowed = sum(living_bytes(n, f) - 4 * n for n, f in living)
+        return fixed_bytes(graph) + narrowed + peak - limit
+
+    def within_budget(self, plan: Plan, banned: frozenset[tuple[str, ...]], peak_of: PeakOf) -> tuple[Plan, str]:
+        """The plan itself if it keeps its budget, one that is made again for less if not, and "" or by how much that
+        breaks it, too."""
+        excess = self.excess_bytes(plan, peak_of)
+        if excess <= 0 or self._observed.profile is None or self.device is None:
+            return plan, ""
+        try:
+            return self.solve_again(plan, plan.budget_bytes, banned, peak_of)
+        except (InfeasibleError, SolverError):
+            return plan, _exceeds(excess)
+
+    def plan_again(self, before: Plan, banned: frozenset[tuple[str, ...]], peak_of: PeakOf) -> tuple[Plan, str]:
         """The plan without what may not be, and "" or why it does not keep the budgets: the promoted ops then run in
         FP32 and all else stays."""
         try:
             if self._observed.profile is None or self.device is None:
                 raise InfeasibleError("the plan came from a file, without the profile that it was made from")
-            return self.solve_again(before, before.budget_bytes, banned, tournament)
+            return self.solve_again(before, before.budget_bytes, banned, peak_of)
         except (InfeasibleError, SolverError) as error:  # whatever it is, the run goes on
             told = f"the promoted ops run in fp32 outside the budgets: {error}"
             return _without(self.given or before, banned), told
@@ -234,11 +255,9 @@ def _contest(proposals: Proposals, tournament: Tournament) -> Plan:
         assert proposals.problem.budget_bytes is not None
         # Below what was predicted of it, or it would be proposed again.
         told = min(proposals.problem.budget_bytes, proposals.best.solution.evaluation.peak_bytes)
-        try:
-            smaller = proposals.question.under(told - excess)
-            proposals = propose(smaller, advise=False)
-        except InfeasibleError:
+        if (smaller := _smaller(proposals.question, told, excess)) is None:
             break
+        proposals = smaller
         outcomes = tournament.run(runners(proposals))
         measured = _measured(proposals, outcomes)
     plan = adopt(proposals, measured, budget, _told(proposals, outcomes))
@@ -252,16 +271,19 @@ def _contest(proposals: Proposals, tournament: Tournament) -> Plan:
     return plan
 
 
-def _excess_of(plan: Plan, proposals: Proposals, tournament: Tournament, limit: int) -> int:
-    """By how much a plan's peak, measured on a replayed step, breaks the limit; 0 where the step cannot be replayed
-    under it: the plan then stands by its prediction."""
-    problem = proposals.problem
-    same = (p for p in proposals.all if proposals.decisions(p.solution).fingerprint == plan.fingerprint)
-    chosen = next(same, proposals.best).solution.choice.options
+def _exceeds(excess: int) -> str:
+    return f"its peak exceeds the budget by {excess} bytes, and so does that of every other plan that was tried"
+
+
+def _smaller(question: Question, told: int, excess: int) -> Proposals | None:
+    """Proposals for as much less than `told`, or, where that is not to be had, for the least there is; None if that is
+    no less."""
     try:
-        return problem.fixed_bytes + problem.frozen_bytes(chosen) + tournament.peak_of(plan) - limit
-    except (RuntimeError, UnsupportedError):  # no memory for it, or the compiler refuses
-        return 0
+        return propose(question.under(told - excess), advise=False)
+    except InfeasibleError as error:
+        if error.smallest_bytes is None or error.smallest_bytes >= told:
+            return None
+        return propose(question.under(error.smallest_bytes), advise=False)
 
 
 def _excess_bytes(proposals: Proposals, measured: Mapping[str, Measurement], budget: int | None) -> int:

@@ -52,6 +52,7 @@ class Run:
         gradients: (tensor, largest magnitude of its gradient), of the last window that told.
         was_noisy: see `Stability`.
         lowered: fingerprints of plans that were compiled.
+        uncompiled: (fingerprint, budget in bytes) of plans that would break it compiled.
         takeover_step: after which the plan, which runs as it is until then, runs compiled; None where nothing waits.
     """
 
@@ -74,6 +75,7 @@ class Run:
     gradients: tuple[tuple[str, float], ...] = ()
     was_noisy: bool = False
     lowered: tuple[str, ...] = ()
+    uncompiled: tuple[tuple[str, int], ...] = ()
     takeover_step: int | None = None
 
     def __post_init__(self) -> None:

@@ -44,6 +44,7 @@ FLOORS = {
     "refusals": 5,
     "scheduling": 5,
     "stability": 5,
+    "budgeting": 5,
     "replanning": 5,
     "loss_watch": 5,
     "parts": 5,

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,17 +71,6 @@ def test_a_new_plan_runs_at_once_and_is_compiled_beside_it() -> None:
     assert run.session._takeover.due_step is None
     run.steps(2)
     assert cache("miss") == 0 and len(run.session.lowering.compiled) == len(made) + 1
-
-
-def test_under_a_budget_the_run_waits() -> None:
-    """A plan's peak is measured as it will run, so it is compiled by then; or it was predicted so."""
-    run = training(budget="1GiB")
-    promote(run)
-    assert run.session._takeover.due_step is None and not run.told("lowered")
-    run.steps(2)
-    run.session.adopt(replace(plan_of({"0:linear#0": "bf16"}), budget_bytes=1 << 30))
-    assert run.session._takeover.due_step is None
-    run.step()
 
 
 def test_a_run_that_goes_on_from_a_state_takes_over_at_the_same_step() -> None:

@@ -112,6 +112,8 @@ class Lowering:
         self.backend = backend
         #: Plans that were compiled before the run was stopped: they are not new when they come back.
         self.known_before: frozenset[str] = frozenset()
+        #: Plans that run as they are, because compiled they would break a budget of so many bytes.
+        self.left_uncompiled: dict[str, int] = {}
         self._graphs: dict[tuple[Binding, str], Inductor] = {}
         self._refused: set[tuple[Binding, str]] = set()
 
@@ -131,15 +133,23 @@ class Lowering:
         return self.known_before | {plan for _, plan in (*self._graphs, *self._refused)}
 
     def knows(self, plan: Plan) -> bool:
-        """Whether it was compiled in this run."""
-        return ("" if plan.is_identity else plan.fingerprint) in self.known
+        """Whether it was compiled in this run, or runs as it is."""
+        return _name(plan) in self.known or self._stays_uncompiled(plan)
+
+    def leave_uncompiled(self, plan: Plan) -> None:
+        """It runs as it is from now on, also when it comes back, under its budget or a smaller one."""
+        assert plan.budget_bytes is not None
+        self.left_uncompiled[_name(plan)] = plan.budget_bytes
+
+    def _stays_uncompiled(self, plan: Plan) -> bool:
+        return plan.budget_bytes is not None and plan.budget_bytes <= self.left_uncompiled.get(_name(plan), -1)
 
     def runs(
         self, binding: Binding, plan: Plan | None, rewritten: Rewritten | None, *, compiled: bool = True
     ) -> Runner:
         """What is called with the graph's inputs; nothing is compiled before the first call. `rewritten` is None where
         the plan changes nothing, `plan` where there is none yet: that is not worth compiling."""
-        if self.backend == "eager" or plan is None or not compiled:
+        if self.backend == "eager" or plan is None or not compiled or self._stays_uncompiled(plan):
             return _Eager(binding, plan, rewritten)
         key = (binding, "" if rewritten is None else plan.fingerprint)
         if key in self._refused:
@@ -156,6 +166,11 @@ class Lowering:
         self._graphs.pop(key, None)
         self._refused.add(key)
         return _Eager(binding, plan, rewritten)
+
+
+def _name(plan: Plan) -> str:
+    """What changes nothing is one plan, whatever it decides."""
+    return "" if plan.is_identity else plan.fingerprint
 
 
 class _Eager:

@@ -36,32 +36,46 @@ class Takeover:
         self._waits = ""
         self.due_step: int | None = None
 
-    def begins(self, before: Plan | None, plan: Plan, step: int, device_type: str) -> bool:
-        """Whether a plan is to run as it is first. Not the first plan; nor one that was compiled before; nor under a
-        budget of bytes, which a plan was found to keep when it was compiled. One that comes while another waits waits
-        no longer than that."""
-        if self.due_step is not None and plan.fingerprint == self._waits:
+    def would_begin(self, before: Plan | None, plan: Plan, step: int, device_type: str) -> bool:
+        """Whether a plan would run as it is first, if its budget lets it. Not the first plan, nor one that was compiled
+        before."""
+        if self._is_waiting(plan):
             return True
-        due = step + self._steps if self.due_step is None else self.due_step
+        new = before is not None and not self._lowering.knows(plan)
+        return new and self._due_from(step) > step and can_copy(device_type) and _has_cache()
+
+    def begins(
+        self, before: Plan | None, plan: Plan, step: int, device_type: str, fits: Callable[[Plan], bool]
+    ) -> bool:
+        """Whether a plan is to run as it is first. One that comes while another waits waits no longer than that.
+        `fits`: whether a plan as it is keeps its budget."""
+        if self._is_waiting(plan):
+            return True
+        would, due = self.would_begin(before, plan, step, device_type), self._due_from(step)
         self.close()
-        new = before is not None and plan.budget_bytes is None and not self._lowering.knows(plan)
-        if new and due > step and can_copy(device_type) and _has_cache():
+        if would and fits(plan):
             self.due_step, self._waits = due, plan.fingerprint
         return self.due_step is not None
+
+    def _is_waiting(self, plan: Plan) -> bool:
+        return self.due_step is not None and plan.fingerprint == self._waits
+
+    def _due_from(self, step: int) -> int:
+        return step + self._steps if self.due_step is None else self.due_step
 
     def goes_on(self, plan: Plan, due_step: int | None) -> None:
         """A run goes on from a state in which a plan waited."""
         self.due_step, self._waits = due_step, plan.fingerprint
 
-    def step_over(self, step: int, slots: Sequence[Slot], device_type: str) -> str | None:
+    def step_over(self, step: int, slots: Sequence[Slot], device_type: str, then: Callable[[], object]) -> str | None:
         """At the end of a step, None unless a plan takes over now: "" if its slots can be compiled from the cache, or
-        why not."""
+        why not. `then`: what else the copy does when it has compiled them."""
         if self.due_step is None:
             return None
         if step < self.due_step:
             if self._copy is None and can_copy(device_type):
                 try:
-                    self._copy = Copy(lambda: _compile(slots))
+                    self._copy = Copy(lambda: _compile(slots, then))
                 except OSError as error:  # no memory for it, say
                     self._steps = 0
                     self.close()
@@ -88,7 +102,7 @@ def _has_cache() -> bool:
     return bool(config.fx_graph_cache) and not config.force_disable_caches
 
 
-def _compile(slots: Sequence[Slot]) -> None:
+def _compile(slots: Sequence[Slot], then: Callable[[], object]) -> None:
     """In the copy."""
     from torch._inductor import config, cpp_builder
 
@@ -98,6 +112,7 @@ def _compile(slots: Sequence[Slot]) -> None:
     for slot in slots:
         slot.lower()
         slot.prepare()
+    then()
 
 
 def _on_one_thread() -> None:

@@ -90,7 +90,7 @@ class Tournament:
         outcomes: dict[str, Outcome] = {}
         for name, plan in plans.items():
             try:
-                modules[name] = _Contestant([self._lowered(call, plan) for call in self._calls], self._rounded(plan))
+                modules[name] = self._contestant(plan)
                 outcomes[name] = self._compared(modules[name])
             # torch's only word for no kernel and for no memory, and what a compiler refuses: not to be adopted.
             except (RuntimeError, UnsupportedError) as error:
@@ -111,16 +111,38 @@ class Tournament:
             )
         return outcomes
 
-    def peak_of(self, plan: Plan) -> int:
+    def peak_of(self, plan: Plan, *, compiled: bool = True) -> int | None:
         """Bytes that the step takes under a plan at most, above what was held before, at the allocator; a compiled
-        step's where its code tells it."""
-        contestant = _Contestant([self._lowered(call, plan) for call in self._calls], self._rounded(plan))
-        _Replay(self._calls, contestant, self._buffers).run()  # compiled, and checked against the plan, before
-        return max(self._peak(contestant), self._predicted(contestant) or 0)
+        step's where its code tells it. None without a step to replay, and where it cannot run: no memory for it, or the
+        compiler refuses."""
+        if self.empty:
+            return None
+        try:
+            contestant = self._contestant(plan, compiled=compiled)
+            _Replay(self._calls, contestant, self._buffers).run()  # compiled, and checked against the plan, before
+            return max(self._peak(contestant), self._predicted(contestant) or 0)
+        except (RuntimeError, UnsupportedError):
+            return None
 
-    def _lowered(self, call: CallRecord, plan: Plan) -> Runner:
+    def told_peak_of(self, plan: Plan) -> int | None:
+        """The same as the compiler's code tells it, without a run; None also where it does not tell."""
+        if self.empty:
+            return None
+        try:
+            contestant = self._contestant(plan)
+            with torch.enable_grad():
+                for runner in contestant.lowered:
+                    runner.prepare()
+            return self._predicted(contestant)
+        except (RuntimeError, UnsupportedError):
+            return None
+
+    def _contestant(self, plan: Plan, *, compiled: bool = True) -> _Contestant:
+        return _Contestant([self._lowered(c, plan, compiled=compiled) for c in self._calls], self._rounded(plan))
+
+    def _lowered(self, call: CallRecord, plan: Plan, *, compiled: bool) -> Runner:
         rewritten = None if plan.is_identity else rewrite(call.binding, plan, self._device.type)
-        return self._lowering.runs(call.binding, plan, rewritten)
+        return self._lowering.runs(call.binding, plan, rewritten, compiled=compiled)
 
     def _rounded(self, plan: Plan) -> dict[int, Tensor]:
         """By their identities, frozen parameters as the plan has them. What was lowered for FP32 tensors is given

@@ -22,7 +22,12 @@ from autoprec.planning.pricing import Prices
 from autoprec.planning.values import GradientNode, Unit
 from autoprec.policies import Policy
 
-__all__ = ["frozen_nodes", "frozen_units", "reading_wide"]
+__all__ = ["frozen_nodes", "frozen_units", "living_bytes", "reading_wide"]
+
+
+def living_bytes(numel: int, fmt: str) -> int:
+    """Bytes of a parameter that lives in a format, with its scale."""
+    return numel * bytes_of(fmt) + (4 if is_scaled(fmt) else 0)
 
 
 def frozen_units(
@@ -53,7 +58,7 @@ def frozen_units(
                 seconds=tuple(_reading_seconds(f, spec, readers, graph, device) for f in options),
                 workspace=(0,) * len(options),
                 moment=0,
-                kept=tuple(spec.numel * bytes_of(f) + (4 if is_scaled(f) else 0) for f in options),
+                kept=tuple(living_bytes(spec.numel, f) for f in options),
                 dropped=tuple(dropped.items()),
             )
         )

@@ -101,7 +101,7 @@ def propose(question: Question, *, relative_gap: float | None = None, advise: bo
         gap = _LOW_PEAK_GAP
     solution = solve(problem, relative_gap=gap)
     if solution is None:
-        raise InfeasibleError(_why_infeasible(question, gap, advise))
+        raise _infeasible(question, gap, advise)
     if solution.gap > 0.0 and decisions_count(problem) <= LARGE:
         solution = polish(problem, solution)
     return Proposals(question=limited, all=rivals(question.problem, solution, question.policy.formats))
@@ -178,13 +178,13 @@ def by_prediction(proposals: Proposals, *, prefer: str | None = None, explained:
 _TIME_ERROR_FRAC = 0.05
 
 
-def _why_infeasible(question: Question, gap: float, advise: bool) -> str:
+def _infeasible(question: Question, gap: float, advise: bool) -> InfeasibleError:
     problem = question.problem
     smallest = smallest_peak(replace(problem, budget_bytes=None), relative_gap=gap)
     if smallest is None:
         widest = Choice(options=(0,) * len(problem.units))
         broken = [violation_text(v) for v in evaluate(replace(problem, budget_bytes=None), widest).violations]
-        return (
+        return InfeasibleError(
             "no plan keeps the noise limits, whatever the budget: even with every op in its widest allowed format "
             + ("; ".join(broken[:3]) or "the program has no solution")
             + ". Allow fp32 there, or raise noise.gradient or noise.loss."
@@ -193,8 +193,9 @@ def _why_infeasible(question: Question, gap: float, advise: bool) -> str:
     held = ", ".join(f"{what} {bytes_text(size)}" for what, size in holders(problem, smallest.choice, phase))
     changes = what_to_change(question, peak) if advise else []
     helps = f" Smallest feasible budgets with another policy: {'; '.join(changes)}." if changes else ""
-    return (
+    return InfeasibleError(
         f"no plan fits the budget of {problem.budget_bytes} bytes; the smallest feasible budget is {peak} bytes"
         f" ({bytes_text(peak)}). It is held up by the {problem.phase_name(phase)}: {bytes_text(problem.fixed_bytes)}"
-        f" of parameters, gradients, optimizer state and inputs{', ' if held else ''}{held}.{helps}"
+        f" of parameters, gradients, optimizer state and inputs{', ' if held else ''}{held}.{helps}",
+        peak,
     )

@@ -1,9 +1,10 @@
-"""Many changes of the plan in one run: `python -m tests.campaigns.changes [--count 100] [--backend eager inductor]`.
+"""Many changes of the plan in one run: `python -m tests.campaigns.changes [--count 100] [--how eager inductor beside]`.
 
 A small network trains while its budget is changed every few steps, and every fifth change is forced by an overflow that
 is injected at an op in FP16, which is promoted. After every change: every op gave the format that the plan claims, the
 graphs that ran are ours and were captured once, no plan was lowered twice, and the step's peak, at the allocator, is
-within the budget. Exit code 1 if not.
+within the budget. Exit code 1 if not. Under inductor the run waits for the compiler (inductor), or a plan runs
+uncompiled for five steps, while a copy of the process compiles it (beside).
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ class Net(nn.Module):
         return self.last(self.blocks(self.first(x)))
 
 
-def policy() -> autoprec.Policy:
+#: By how plans run, the backend and `takeover_steps`.
+HOW = {"eager": ("eager", 0), "inductor": ("inductor", 0), "beside": ("inductor", 5)}
+
+
+def policy(takeover_steps: int = 0) -> autoprec.Policy:
     """FP16 in the blocks wherever it may be; formats come back after a window, to be taken again."""
     return autoprec.Policy(
         name="changes",
@@ -58,7 +63,7 @@ def policy() -> autoprec.Policy:
         calibration={"steps": 4},
         noise={"gradient": 10.0, "loss": 10.0},
         rules=[{"match": "blocks.*", "kinds": ["linear", "gelu"], "pin": "fp16", "optional": True}],
-        monitor={"window_steps": 4, "interval_steps": 2, "cooldown_windows": 1},
+        monitor={"window_steps": 4, "interval_steps": 2, "cooldown_windows": 1, "takeover_steps": takeover_steps},
     )
 
 
@@ -80,13 +85,15 @@ class Tally:
 
 
 class Training:
-    def __init__(self, backend: str, depth: int) -> None:
+    def __init__(self, how: str, depth: int) -> None:
         torch.manual_seed(0)
         torch._dynamo.reset()
         counters.clear()
         self.model = Net(depth)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        autoprec.compile(self.model, policy=policy(), budget=BUDGETS[0], events=None, backend=backend)  # type: ignore[arg-type]
+        backend, takeover_steps = HOW[how]
+        chosen = policy(takeover_steps)
+        autoprec.compile(self.model, policy=chosen, budget=BUDGETS[0], events=None, backend=backend)  # type: ignore[arg-type]
         self.session = autoprec.session(self.model)
         self.tally = Tally()
         for _ in range(policy().calibration.steps + 1):
@@ -123,16 +130,17 @@ class Training:
             self.tally.plain_peak_frac = max(self.tally.plain_peak_frac, frac)
 
     def check(self, what: str) -> None:
-        """The plan that is adopted is the one that runs: told by the next step that is not observed."""
+        """The plan that is adopted is the one that runs: told by the next step that is not observed, of which there is
+        one in as many as the interval has."""
         tally, session = self.tally, self.session
-        for _ in range(policy().monitor.interval_steps + 1):
+        for k in range(policy().monitor.interval_steps + 1):
             plan, calls = session.plan, sum(session.executed_calls().values())
             self.step()
             if sum(session.executed_calls().values()) != calls + 1:
                 tally.wrong.append(f"{what}: the step did not run our graph once")
             assert plan is not None
             executed = session.executed_formats()
-            if session.plan is plan and (executed or plan.is_identity):
+            if k and session.plan is plan and (executed or plan.is_identity):
                 break
         tally.plans.add(plan.fingerprint)
         for (op, role), fmt in plan.format_of.items():
@@ -148,9 +156,9 @@ class Training:
         return found[self.tally.promotions % len(found)] if found else None
 
 
-def campaign(count: int, backend: str, *, depth: int = 2) -> Tally:
+def campaign(count: int, how: str, *, depth: int = 2) -> Tally:
     """So many changes, of a network with so many blocks."""
-    run = Training(backend, depth)
+    run = Training(how, depth)
     tally, session = run.tally, run.session
     k = 0
     while tally.changes < count and tally.steps < 100 * count:
@@ -191,14 +199,14 @@ def campaign(count: int, backend: str, *, depth: int = 2) -> Tally:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns.changes", description=__doc__)
     parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--backend", nargs="+", default=["eager", "inductor"])
+    parser.add_argument("--how", nargs="+", choices=[*HOW], default=[*HOW])
     given = parser.parse_args()
     torch.set_num_threads(1)
     wrong = []
-    for backend in given.backend:
-        t = campaign(given.count, backend)
+    for how in given.how:
+        t = campaign(given.count, how)
         print(
-            f"{backend}: {t.changes} changes, {t.promotions} of them forced promotions, {len(t.plans)} distinct plans,"
+            f"{how}: {t.changes} changes, {t.promotions} of them forced promotions, {len(t.plans)} distinct plans,"
             f" {t.steps} steps, {t.skipped} vetoed; {t.ops_checked} formats of ops as claimed; {t.lowered} lowerings in"
             f" {t.seconds_lowering:.0f} s; highest peak {t.plain_peak_frac:.3f} of its budget, of observed steps"
             f" {t.observed_peak_frac:.3f}; {len(t.wrong)} wrong"

@@ -17,7 +17,7 @@ def test_changes_run_as_claimed() -> None:
 
 
 def test_changes_of_compiled_plans_are_lowered_once() -> None:
-    tally = campaign(2, "inductor", depth=1)
+    tally = campaign(2, "beside", depth=1)
     assert tally.wrong == []
     assert tally.changes == 2 and tally.lowered >= 2
 

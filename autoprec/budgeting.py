@@ -1,0 +1,82 @@
+"""Plans under a budget of bytes: their peaks on a replay of the last step, as they will run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from autoprec.execution.tournament import Tournament
+from autoprec.plans import Plan
+from autoprec.scheduling import PeakOf
+
+if TYPE_CHECKING:
+    from autoprec.sessions import Session
+
+__all__ = ["fits_uncompiled", "leave_uncompiled", "made_again", "tournament_of", "within_budget"]
+
+Solve = Callable[[PeakOf], tuple[Plan, str]]
+
+
+def tournament_of(session: Session) -> Tournament:
+    """The calls of the last step, to be replayed."""
+    buffers, loss_bytes = session._guard.buffers.values(), session._observed.loss_bytes
+    return Tournament(list(session._calls), buffers, session._device_type, session.lowering, loss_bytes)
+
+
+def made_again(session: Session, before: Plan, solve: Solve) -> tuple[Plan, str]:
+    """A plan that keeps its budget as it will run first, with scales for the gradients of the last window, and "" or
+    by how much it breaks it: uncompiled, if it is to be compiled beside the run, else compiled. Where every one that is
+    tried breaks it so, one that keeps it uncompiled stays uncompiled."""
+    tournament, scaled = tournament_of(session), session._stability.scaled
+    beside = False
+
+    def first(plan: Plan) -> int | None:
+        nonlocal beside
+        waits = session._takeover.would_begin(before, plan, session.steps, session._device_type)
+        beside |= waits
+        return tournament.peak_of(plan, compiled=not waits)
+
+    def found(peak_of: PeakOf) -> tuple[Plan, str]:
+        plan, shortfall = solve(lambda plan: peak_of(scaled(plan, before)))
+        return scaled(plan, before), shortfall
+
+    plan, shortfall = found(first)
+    if shortfall and beside:
+        plan, shortfall = found(tournament.peak_of)
+    if shortfall and session.lowering.compiles:
+        uncompiled, breaks = found(lambda plan: tournament.peak_of(plan, compiled=False))
+        if not breaks:
+            leave_uncompiled(session, uncompiled, shortfall)
+            return uncompiled, ""
+    return plan, shortfall
+
+
+def within_budget(session: Session, *, runs: bool = True) -> tuple[Plan, str]:
+    """At a takeover, the plan that runs uncompiled, or what takes its place where it would break its budget compiled:
+    as measured, or, if it `runs` not, as the compiler's code tells it. The plan itself, and by how much, where every
+    one that is tried would."""
+    assert (before := session.plan) is not None
+    tournament, scaled = tournament_of(session), session._stability.scaled
+    peak_of = tournament.peak_of if runs else tournament.told_peak_of
+
+    def peak(plan: Plan) -> int | None:
+        return peak_of(plan if plan is before else scaled(plan, before))
+
+    plan, shortfall = session._scheduler.within_budget(before, session._banned, peak)
+    if shortfall or plan is before:
+        return before, shortfall
+    return scaled(plan, before), ""
+
+
+def fits_uncompiled(session: Session, plan: Plan) -> bool:
+    """Whether a plan keeps its budget for as long as it runs as it is; not if nobody knows."""
+    if plan.budget_bytes is None:
+        return True
+    peak = tournament_of(session).peak_of(plan, compiled=False)
+    return peak is not None and session._scheduler.excess_bytes(plan, lambda _: peak) <= 0
+
+
+def leave_uncompiled(session: Session, plan: Plan, shortfall: str) -> None:
+    """It keeps its budget so; compiled it would not."""
+    session.lowering.leave_uncompiled(plan)
+    session._event("warning", trigger="budget", evidence=f"runs uncompiled under this plan; compiled, {shortfall}")
