@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from autoprec.errors import InfeasibleError
 from autoprec.execution.tournament import Tournament
 from autoprec.plans import Plan
 from autoprec.scheduling import PeakOf
@@ -12,7 +13,7 @@ from autoprec.scheduling import PeakOf
 if TYPE_CHECKING:
     from autoprec.sessions import Session
 
-__all__ = ["fits_uncompiled", "leave_uncompiled", "made_again", "tournament_of", "within_budget"]
+__all__ = ["first_plan", "fits_uncompiled", "leave_uncompiled", "made_again", "tournament_of", "within_budget"]
 
 Solve = Callable[[PeakOf], tuple[Plan, str]]
 
@@ -21,6 +22,20 @@ def tournament_of(session: Session) -> Tournament:
     """The calls of the last step, to be replayed."""
     buffers, loss_bytes = session._guard.buffers.values(), session._observed.loss_bytes
     return Tournament(list(session._calls), buffers, session._device_type, session.lowering, loss_bytes)
+
+
+def first_plan(session: Session) -> Plan:
+    """The one that won. Where none of the contestants keeps the budget compiled, one that does so uncompiled stays
+    uncompiled."""
+    tournament, make = tournament_of(session), session._scheduler.first_plan
+    try:
+        return make(session._guard.optimizer_bytes, tournament)
+    except InfeasibleError as error:
+        if error.smallest_bytes is not None or not session.lowering.compiles:
+            raise
+        plan = make(session._guard.optimizer_bytes, tournament.uncompiled)
+        leave_uncompiled(session, plan, str(error))
+        return plan
 
 
 def made_again(session: Session, before: Plan, solve: Solve) -> tuple[Plan, str]:
@@ -34,7 +49,7 @@ def made_again(session: Session, before: Plan, solve: Solve) -> tuple[Plan, str]
         nonlocal beside
         waits = session._takeover.would_begin(before, plan, session.steps, session._device_type)
         beside |= waits
-        return tournament.peak_of(plan, compiled=not waits)
+        return (tournament.uncompiled if waits else tournament).peak_of(plan)
 
     def found(peak_of: PeakOf) -> tuple[Plan, str]:
         plan, shortfall = solve(lambda plan: peak_of(scaled(plan, before)))
@@ -44,7 +59,7 @@ def made_again(session: Session, before: Plan, solve: Solve) -> tuple[Plan, str]
     if shortfall and beside:
         plan, shortfall = found(tournament.peak_of)
     if shortfall and session.lowering.compiles:
-        uncompiled, breaks = found(lambda plan: tournament.peak_of(plan, compiled=False))
+        uncompiled, breaks = found(tournament.uncompiled.peak_of)
         if not breaks:
             leave_uncompiled(session, uncompiled, shortfall)
             return uncompiled, ""
@@ -72,7 +87,7 @@ def fits_uncompiled(session: Session, plan: Plan) -> bool:
     """Whether a plan keeps its budget for as long as it runs as it is; not if nobody knows."""
     if plan.budget_bytes is None:
         return True
-    peak = tournament_of(session).peak_of(plan, compiled=False)
+    peak = tournament_of(session).uncompiled.peak_of(plan)
     return peak is not None and session._scheduler.excess_bytes(plan, lambda _: peak) <= 0
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from autoprec.budgeting import fits_uncompiled, leave_uncompiled, made_again, tournament_of, within_budget
+from autoprec.budgeting import first_plan, fits_uncompiled, leave_uncompiled, made_again, within_budget
 from autoprec.budgets import parse_budget
 from autoprec.devices import Device
 from autoprec.errors import InputError
@@ -45,7 +45,7 @@ class Replanning:
 
         Raises `InputError` if nothing was observed yet, `InfeasibleError` if no plan keeps the budgets.
         """
-        plan = self._scheduler.first_plan(self._guard.optimizer_bytes, tournament_of(self))
+        plan = first_plan(self)
         self.adopt(plan)
         self._event("planned", evidence=f"{', '.join(plan.formats_used()) or 'fp32'}; binding: {plan.binding}")
         self._log.assign(self.steps, None, plan)
@@ -71,7 +71,10 @@ class Replanning:
             )
         limit = self._scheduler.bytes_of(parse_budget(budget)) if budget is not None else self.plan.budget_bytes
         before, banned = self.plan, self._banned
-        plan, _ = made_again(self, before, lambda peak: self._scheduler.solve_again(before, limit, banned, peak))
+        solve = self._scheduler.solve_again
+        plan, shortfall = made_again(self, before, lambda peak: solve(before, limit, banned, peak))
+        if shortfall:
+            self._event("warning", trigger="budget", evidence=shortfall)
         self.adopt(plan)
         asked = "the same budget" if budget is None else f"a budget of {budget}"
         self._event("planned", trigger="asked", evidence=f"for {asked}: {', '.join(plan.formats_used()) or 'fp32'}")

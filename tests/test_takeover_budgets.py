@@ -15,6 +15,7 @@ import autoprec
 from autoprec.execution.inductor import Inductor
 from autoprec.execution.tournament import Tournament
 from autoprec.plans import Plan
+from autoprec.scheduling import Scheduler
 from tests.test_lowering import plan_of
 from tests.test_replanning import Training
 from tests.test_takeover import STEPS, cache, made, promote, training
@@ -45,8 +46,10 @@ def budgeted(**changes: object) -> Training:
 
 def test_a_plan_that_keeps_its_budget_is_compiled_beside_the_run() -> None:
     run = budgeted()
+    before = run.session.lowering.compiled
     promote(run)
     plan = run.session.plan
+    assert run.session.lowering.compiled == before
     assert plan is not None and plan.budget_bytes == BUDGET and run.session._takeover.due_step == 4 + STEPS
     counters.clear()
     run.steps(STEPS - 1)
@@ -138,8 +141,8 @@ def test_one_that_would_break_it_uncompiled_waits_for_the_compiler(
     run = budgeted()
     measured = Tournament.peak_of
 
-    def peak_of(self: Tournament, plan: Plan, *, compiled: bool = True) -> int | None:
-        return measured(self, plan) if compiled else peak
+    def peak_of(self: Tournament, plan: Plan) -> int | None:
+        return measured(self, plan) if self._compiled else peak
 
     monkeypatch.setattr(Tournament, "peak_of", peak_of)
     promote(run)
@@ -166,3 +169,25 @@ def test_without_a_step_to_replay_a_plan_stands_by_its_prediction() -> None:
     assert Tournament([], {}, "cpu", run.session.lowering).told_peak_of(run.session.plan) is None  # type: ignore[arg-type]
     run.step()
     assert compiled(run) and not run.told("warning")
+
+
+def test_a_first_plan_that_keeps_its_budget_uncompiled_alone_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Tournament._peak
+
+    def peak(self: Tournament, contestant: object) -> int:
+        is_compiled = isinstance(contestant.lowered[0], Inductor)  # type: ignore[attr-defined]
+        return 2 * BUDGET if is_compiled else measured(self, contestant)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Tournament, "_peak", peak)
+    run = budgeted()
+    [warning] = run.told("warning")
+    assert not compiled(run) and warning.evidence.startswith("runs uncompiled under this plan; compiled, no plan fits")
+    run.step()
+    monkeypatch.setattr(Tournament, "_peak", lambda *_: 2 * BUDGET)
+    with pytest.raises(autoprec.InfeasibleError, match="no plan fits the budget"):
+        budgeted()
+    asked, solve = list[Tournament](), Scheduler.first_plan
+    monkeypatch.setattr(Scheduler, "first_plan", lambda self, state, t: (asked.append(t), solve(self, state, t))[1])
+    with pytest.raises(autoprec.InfeasibleError, match="smallest feasible budget"):
+        training(budget=1)
+    assert len(asked) == 1  # it would be no other for another lowering

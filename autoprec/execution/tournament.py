@@ -73,11 +73,14 @@ class Tournament:
         device_type: str,
         lowering: Lowering,
         loss_bytes: int = 0,
+        *,
+        compiled: bool = True,
     ) -> None:
-        """`loss_bytes`: what a loss outside of the graphs holds at most when their forward passes are over."""
+        """`loss_bytes`: what a loss outside of the graphs holds at most when their forward passes are over. `compiled`:
+        whether contestants run so, where plans are compiled."""
         self._calls = _last_batch([c for c in calls if c.output_gradients])
         self._buffers, self._device, self._lowering = buffers, torch.device(device_type), lowering
-        self._loss_bytes = loss_bytes
+        self._loss_bytes, self._compiled = loss_bytes, compiled
 
     @property
     def empty(self) -> bool:
@@ -111,14 +114,20 @@ class Tournament:
             )
         return outcomes
 
-    def peak_of(self, plan: Plan, *, compiled: bool = True) -> int | None:
+    @property
+    def uncompiled(self) -> Tournament:
+        """The same, of plans as they are."""
+        buffers, device = self._buffers, self._device.type
+        return Tournament(self._calls, buffers, device, self._lowering, self._loss_bytes, compiled=False)
+
+    def peak_of(self, plan: Plan) -> int | None:
         """Bytes that the step takes under a plan at most, above what was held before, at the allocator; a compiled
         step's where its code tells it. None without a step to replay, and where it cannot run: no memory for it, or the
         compiler refuses."""
         if self.empty:
             return None
         try:
-            contestant = self._contestant(plan, compiled=compiled)
+            contestant = self._contestant(plan)
             _Replay(self._calls, contestant, self._buffers).run()  # compiled, and checked against the plan, before
             return max(self._peak(contestant), self._predicted(contestant) or 0)
         except (RuntimeError, UnsupportedError):
@@ -137,12 +146,12 @@ class Tournament:
         except (RuntimeError, UnsupportedError):
             return None
 
-    def _contestant(self, plan: Plan, *, compiled: bool = True) -> _Contestant:
-        return _Contestant([self._lowered(c, plan, compiled=compiled) for c in self._calls], self._rounded(plan))
+    def _contestant(self, plan: Plan) -> _Contestant:
+        return _Contestant([self._lowered(call, plan) for call in self._calls], self._rounded(plan))
 
-    def _lowered(self, call: CallRecord, plan: Plan, *, compiled: bool) -> Runner:
+    def _lowered(self, call: CallRecord, plan: Plan) -> Runner:
         rewritten = None if plan.is_identity else rewrite(call.binding, plan, self._device.type)
-        return self._lowering.runs(call.binding, plan, rewritten, compiled=compiled)
+        return self._lowering.runs(call.binding, plan, rewritten, compiled=self._compiled)
 
     def _rounded(self, plan: Plan) -> dict[int, Tensor]:
         """By their identities, frozen parameters as the plan has them. What was lowered for FP32 tensors is given
