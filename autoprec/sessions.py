@@ -245,7 +245,7 @@ class Session(Replanning, Resumable):
         if self.faults and slot not in self._ran:
             slot.faults = self._faults_in(slot.binding)
         self._ran.add(slot)
-        self._guard.covered.update(slot.binding.parameters.values())
+        self._guard.covered.add(slot.binding.covers)
         if self._calls and self._device_type == "cpu" and all(c.returned >= 0 for c in self._calls):
             if self._guard.watch.verdict():
                 self._calls.clear()  # micro-batches that are known to be good: nobody will replay them
@@ -255,7 +255,7 @@ class Session(Replanning, Resumable):
             self._log.add_once(self.steps, "warning", trigger="memory", evidence=told)
         outputs, how = self._observed.run(slot, arguments), self._observed.how_to_note(slot.binding)
         self._losses.look(outputs)
-        keep_gradients(record, outputs, self._guard.covered, slot.binding.parameters, **how)
+        keep_gradients(record, outputs, self._guard.covered, **how)
         return outputs
 
     def _faults_in(self, binding: Binding) -> dict[fx.Node, Change]:

@@ -52,8 +52,7 @@ class CallRecord:
 def keep_gradients(
     record: CallRecord,
     outputs: Any,
-    covered: set[str],
-    parameters: Mapping[Any, str],
+    covered: set[frozenset[str]],
     *,
     unused: Collection[int] = (),
     apart: bool = False,
@@ -71,7 +70,7 @@ def keep_gradients(
             mark_gradient()
         if index not in unused and (outside := _without(g, sent)) is not None:
             record.output_gradients[index] = outside
-        covered.update(parameters.values())
+        covered.add(record.binding.covers)
 
     given = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
     for i, y in enumerate(given):
@@ -123,10 +122,11 @@ def record_call(binding: Binding, arguments: Sequence[Any]) -> CallRecord:
     """Before the call runs."""
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     # Values that carry a graph (pieces between graph breaks) are kept without it.
-    arguments = [
-        a.detach().requires_grad_() if isinstance(a, Tensor) and a.grad_fn is not None else a for a in arguments
-    ]
-    return CallRecord(binding=binding, arguments=arguments, rng=torch.get_rng_state(), cuda_rng=cuda)
+    kept = list(arguments)
+    for i in binding.template.value_positions:
+        if isinstance(a := kept[i], Tensor) and a.grad_fn is not None:
+            kept[i] = a.detach().requires_grad_()
+    return CallRecord(binding=binding, arguments=kept, rng=torch.get_rng_state(), cuda_rng=cuda)
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class StepGuard:
     Attributes:
         in_step: True from the first training forward to the end of the step.
         bad: True once the step was found bad.
-        covered: FQNs of the parameters that a captured graph was called with, or that a gradient reached through its
+        covered: FQNs of the parameters of each captured graph that was called, or that a gradient reached through its
             outputs, since the last step.
         optimizers: the state that they hold is asked for when planning.
     """
@@ -54,7 +54,7 @@ class StepGuard:
         self.buffers = BufferSnapshot(model)
         self.in_step = False
         self.bad = False
-        self.covered: set[str] = set()
+        self.covered: set[frozenset[str]] = set()
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._scaler: Callable[[], Any] = lambda: None
         boundaries.listen(self)
@@ -78,7 +78,7 @@ class StepGuard:
 
     def missed(self) -> list[str]:
         """Parameters with a fresh gradient that went through no captured graph since the last step."""
-        return sorted(self.watch.fresh - self.covered)
+        return sorted(self.watch.fresh.difference(*self.covered))
 
     @property
     def optimizer_bytes(self) -> int:
@@ -94,7 +94,11 @@ class StepGuard:
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer steps a parameter of this model."""
-        return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
+        for group in optimizer.param_groups:  # twice in a step, and no generator: the code is out of the caches
+            for p in group["params"]:
+                if id(p) in self._ids:
+                    return True
+        return False
 
     def gradients_are_good(self, optimizer: Optimizer) -> bool:
         """The verdict, formed once a step; coverage is checked first (called before each update)."""
@@ -160,6 +164,6 @@ class StepGuard:
         self.in_step = False
         if self.bad:
             self.buffers.restore()
-        self.watch.fresh.clear()
+        self.watch.end()
         self.covered.clear()
         self._keeper.on_end(bad=self.bad)

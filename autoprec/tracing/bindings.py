@@ -108,6 +108,11 @@ class Binding:
         return {op.node: op for op in self.ops}
 
     @cached_property
+    def covers(self) -> frozenset[str]:
+        """FQNs of the parameters that the graph is called with."""
+        return frozenset(self.parameters.values())
+
+    @cached_property
     def outputs(self) -> tuple[tuple[int, str], ...]:
         """What the graph returns: place and tensor id."""
         returned = self.template.flat.graph.output_node().args[0]

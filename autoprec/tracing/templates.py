@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,6 +49,11 @@ class Template:
     placeholders: tuple[fx.Node, ...]
     parameter_positions: tuple[int, ...]
     parameter_paths: tuple[Path, ...]
+
+    @cached_property
+    def value_positions(self) -> tuple[int, ...]:
+        """Indices of the other inputs."""
+        return tuple(i for i in range(len(self.placeholders)) if i not in set(self.parameter_positions))
 
     @classmethod
     def capture(cls, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Template:
