@@ -199,3 +199,16 @@ def test_gradients_are_not_held_beyond_the_step(monkeypatch: pytest.MonkeyPatch)
     run.optimizer.zero_grad()
     run.model(torch.randn(64, 16))  # that backward pass was given up
     assert watch._held == []
+
+
+def test_gradients_that_somebody_frees_as_they_arrive_are_not_held() -> None:
+    """As an optimizer does that steps inside of the backward pass."""
+    torch.manual_seed(0)
+    model, gone = Net(), list[bool]()
+    autoprec.compile(model, plan=autoprec.Plan(assignments=bf16()), events=None)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    model.last.bias.register_post_accumulate_grad_hook(lambda p: gone.append(bool(watch._held)))
+    watch = autoprec.session(model)._guard.watch
+    model(torch.randn(64, 16)).square().mean().backward()
+    assert gone == [False] and watch._held == []
