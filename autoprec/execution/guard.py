@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from autoprec.numerics.looked_at import is_known
-
 __all__ = [
     "BufferSnapshot",
     "GradientWatch",
@@ -55,8 +53,6 @@ class GradientWatch:
         self._shared: set[str] = set()
         self._norms: list[tuple[str, tuple[Tensor, Tensor]]] = []
         self._judged: dict[str, Tensor] = {}
-        #: Python makes an object of a gradient whenever it is asked for and there is none: the optimizer will ask.
-        self._held: list[Tensor] = []
         self._handles: list[RemovableHandle] = []
         self._unwatched = dict(parameters)
         self._parameters = dict(parameters)
@@ -112,11 +108,7 @@ class GradientWatch:
         names = self._arrived[::-1]
         self._arrived.clear()
         self._fresh.update(names)
-        found = [(fqn, p, g) for fqn in names if (g := (p := self._parameters[fqn]).grad) is not None]
-        if not self._shared:  # somebody else may free them as they arrive
-            self._held += [g for _, _, g in found]
-        # Hooks of somebody else's may write past the version that tells of changes.
-        pending = [(n, g) for n, p, g in found if n in self._shared or p._backward_hooks or not is_known(g)]
+        pending = [(fqn, g) for fqn in names if (g := self._parameters[fqn].grad) is not None]
         elsewhere: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
         for fqn, g in pending:
             values = _values(g)
@@ -164,15 +156,10 @@ class GradientWatch:
             self._judged.clear()
         return gone
 
-    def end(self) -> None:
-        """The step is over."""
-        self._fresh.clear()
-        self._held.clear()
-
     def clear(self) -> None:
         """A new step begins."""
-        self.end()
         self._arrived.clear()
+        self._fresh.clear()
         self.bad.clear()
         self.large.clear()
         self._norms = []

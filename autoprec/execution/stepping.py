@@ -164,6 +164,6 @@ class StepGuard:
         self.in_step = False
         if self.bad:
             self.buffers.restore()
-        self.watch.end()
+        self.watch.fresh.clear()
         self.covered.clear()
         self._keeper.on_end(bad=self.bad)

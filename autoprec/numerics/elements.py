@@ -27,7 +27,6 @@ __all__ = [
     "to_e4m3",
     "unpacked_bools",
     "where_set",
-    "widened",
 ]
 
 MOST_THREADS = 4
@@ -73,16 +72,7 @@ def _array(x: Tensor) -> Any:
 def largest_magnitude(x: Tensor) -> float:
     """Of BF16 or FP32 numbers; NaN if there is one, 0 of none."""
     size = x.element_size()
-    return _float_of(int(_loops().largest(_array(x), _MAGNITUDE[size])), size)
-
-
-def widened(x: Tensor) -> tuple[Tensor, float]:
-    """BF16 numbers in FP32, and their largest magnitude: NaN if there is one, 0 of none."""
-    made = torch.empty_like(x, dtype=torch.float32, requires_grad=False)
-    return made, _float_of(int(_loops().widen(_array(x), _array(made))), 2)
-
-
-def _float_of(bits: int, size: int) -> float:
+    bits = int(_loops().largest(_array(x), _MAGNITUDE[size]))
     return float(np.uint32(bits << 16 if size == 2 else bits).view(np.float32))
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from autoprec.formats import is_scaled, other_operand, result_format
 from autoprec.numerics.compilers import is_traced
 from autoprec.numerics.dtypes import dtype_of
-from autoprec.numerics.looked_at import widened
 from autoprec.numerics.operands import begin, read_operand, refuse_copies, saved_operand, unscaled
 from autoprec.numerics.packing import Packed, decode
 from autoprec.numerics.products import GemmSpec, rows_times_rows
@@ -117,8 +116,7 @@ class _Linear(torch.autograd.Function):
 
 def _weight_gradient(spec: GemmSpec, grad: Tensor, read: Tensor | Packed, dtype: torch.dtype) -> Tensor:
     columns = _columns(read, spec, other_operand(spec.grad_weight))
-    g = spec.gradient(grad, spec.grad_weight).t()
-    product = rows_times_rows(g, columns, spec.grad_weight, spec, dtype, cast=widened)
+    product = rows_times_rows(spec.gradient(grad, spec.grad_weight).t(), columns, spec.grad_weight, spec, dtype)
     return spec.product(product, spec.grad_weight, dtype)
 
 

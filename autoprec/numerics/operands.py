@@ -9,7 +9,6 @@ from torch import Tensor
 
 from autoprec.formats import is_scaled
 from autoprec.numerics.double_backward import refuse_double_backward
-from autoprec.numerics.looked_at import widened
 from autoprec.numerics.packing import Packed
 from autoprec.numerics.products import GemmSpec
 from autoprec.numerics.remaking import Kept, Remade
@@ -71,5 +70,5 @@ def refuse_copies(ctx: Any) -> None:
 def unscaled(ctx: Any, grad: Tensor, like: torch.dtype) -> Tensor:
     """The gradient of a parameter without its region's factor, in FP32 or wider, then as the parameter is."""
     spec: GemmSpec = ctx.spec
-    grad = widened(grad, torch.promote_types(grad.dtype, torch.float32))
+    grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
     return (grad.mul_(2.0**-spec.scale_log2) if spec.scale_log2 else grad).to(like)

@@ -9,7 +9,6 @@ with products in TF32 rounds FP32 operands itself (and how it does is its own af
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -110,20 +109,12 @@ class GemmSpec:
 
 
 def rows_times_rows(
-    a: Tensor | Packed,
-    b: Tensor | Packed,
-    fmt: str,
-    spec: GemmSpec,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-    *,
-    cast: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
+    a: Tensor | Packed, b: Tensor | Packed, fmt: str, spec: GemmSpec, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    """a·bᵀ (+ bias) for a (…, K) in `fmt` and b (N, K) in the format that goes with it; (…, N) in `dtype`. `cast`
-    makes that of a product in another."""
+    """a·bᵀ (+ bias) for a (…, K) in `fmt` and b (N, K) in the format that goes with it; (…, N) in `dtype`."""
     if is_scaled(fmt) and fmt in spec.native:
         return scaled_product(spec.packed(a, fmt), spec.packed(b, other_operand(fmt)), dtype, bias)
-    return cast(_product(a, b, fmt, spec, dtype, bias), dtype)
+    return _product(a, b, fmt, spec, dtype, bias).to(dtype)
 
 
 def _product(

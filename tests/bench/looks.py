@@ -19,7 +19,6 @@ import torch
 from torch import Generator, Tensor, nn
 
 from autoprec.execution.guard import norm_of
-from autoprec.numerics.looked_at import is_known
 from tests.bench.measure import calibrate, one_thread
 from tests.bench.overhead import Training
 from tests.bench.workloads import chosen
@@ -61,7 +60,7 @@ class Looking:
 
 
 def look_at(gradients: list[Tensor]) -> None:
-    """In this order."""
+    """In this order, as the guard does."""
     assert all([math.isfinite(norm_of(g)) for g in gradients])
 
 
@@ -74,10 +73,6 @@ def by_one_call(gradients: list[Tensor]) -> None:
     assert torch.stack(list(norms)).sum().isfinite()
 
 
-def unknown_ones(gradients: list[Tensor]) -> None:
-    look_at([g for g in gradients[::-1] if not is_known(g)])
-
-
 #: Name → (elements that are looked at together while they arrive, what is done at the end).
 WAYS: dict[str, tuple[int, Callable[[list[Tensor]], object]]] = {
     "not at all": (0, list),
@@ -86,7 +81,6 @@ WAYS: dict[str, tuple[int, Callable[[list[Tensor]], object]]] = {
     "at the end, earliest first": (0, look_at),
     "at the end, latest first": (0, latest_first),
     "at the end, by one call": (0, by_one_call),
-    "at the end, unknown ones": (0, unknown_ones),
 }
 
 
