@@ -13,8 +13,9 @@ from autoprec.scheduling import PeakOf
 if TYPE_CHECKING:
     from autoprec.sessions import Session
 
-__all__ = ["first_plan", "fits_uncompiled", "leave_uncompiled", "made_again", "tournament_of", "within_budget"]
+__all__ = ["Solve", "first_plan", "fits_uncompiled", "leave_uncompiled", "made_again", "tournament_of", "within_budget"]
 
+#: Makes a plan, and says "" or by how much it breaks its budget, by peaks that it is told.
 Solve = Callable[[PeakOf], tuple[Plan, str]]
 
 
@@ -38,12 +39,11 @@ def first_plan(session: Session) -> Plan:
         return plan
 
 
-def made_again(session: Session, before: Plan, solve: Solve) -> tuple[Plan, str]:
+def made_again(session: Session, before: Plan, solve: Solve, tournament: Tournament) -> tuple[Plan, str]:
     """A plan that keeps its budget as it will run first, with scales for the gradients of the last window, and "" or
     by how much it breaks it: uncompiled, if it is to be compiled beside the run, else compiled. Where every one that is
     tried breaks it so, one that keeps it uncompiled stays uncompiled."""
-    tournament, scaled = tournament_of(session), session._stability.scaled
-    beside = False
+    scaled, beside = session._stability.scaled, False
 
     def first(plan: Plan) -> int | None:
         nonlocal beside
@@ -83,11 +83,12 @@ def within_budget(session: Session, *, runs: bool = True) -> tuple[Plan, str]:
     return scaled(plan, before), ""
 
 
-def fits_uncompiled(session: Session, plan: Plan) -> bool:
-    """Whether a plan keeps its budget for as long as it runs as it is; not if nobody knows."""
+def fits_uncompiled(session: Session, plan: Plan, tournament: Tournament | None) -> bool:
+    """Whether a plan keeps its budget for as long as it runs as it is; not if nobody knows. `tournament`: where it was
+    measured."""
     if plan.budget_bytes is None:
         return True
-    peak = tournament_of(session).uncompiled.peak_of(plan)
+    peak = (tournament or tournament_of(session)).uncompiled.peak_of(plan)
     return peak is not None and session._scheduler.excess_bytes(plan, lambda _: peak) <= 0
 
 

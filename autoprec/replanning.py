@@ -6,11 +6,20 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from autoprec.budgeting import first_plan, fits_uncompiled, leave_uncompiled, made_again, within_budget
+from autoprec.budgeting import (
+    Solve,
+    first_plan,
+    fits_uncompiled,
+    leave_uncompiled,
+    made_again,
+    tournament_of,
+    within_budget,
+)
 from autoprec.budgets import parse_budget
 from autoprec.devices import Device
 from autoprec.errors import InputError
 from autoprec.execution.slots import Slot
+from autoprec.execution.tournament import Tournament
 from autoprec.floors import Turn
 from autoprec.plans import Plan
 from autoprec.profiles import Profile
@@ -71,26 +80,26 @@ class Replanning:
             )
         limit = self._scheduler.bytes_of(parse_budget(budget)) if budget is not None else self.plan.budget_bytes
         before, banned = self.plan, self._banned
-        solve = self._scheduler.solve_again
-        plan, shortfall = made_again(self, before, lambda peak: solve(before, limit, banned, peak))
-        if shortfall:
-            self._event("warning", trigger="budget", evidence=shortfall)
-        self.adopt(plan)
+        plan = _adopt_again(self, before, lambda peak: self._scheduler.solve_again(before, limit, banned, peak))
         asked = "the same budget" if budget is None else f"a budget of {budget}"
         self._event("planned", trigger="asked", evidence=f"for {asked}: {', '.join(plan.formats_used()) or 'fp32'}")
         self._log.assign(self.steps, before, plan)
         _note_run(self)
         return plan
 
-    def adopt(self: Session, plan: Plan, *, new_window: bool = True) -> None:  # type: ignore[misc]
-        """Run a plan from the next call on; between two steps. A window is of one plan, whatever the scales in it."""
+    def adopt(  # type: ignore[misc]
+        self: Session, plan: Plan, *, new_window: bool = True, tournament: Tournament | None = None
+    ) -> None:
+        """Run a plan from the next call on; between two steps. A window is of one plan, whatever the scales in it.
+        `tournament`: where its peak was measured."""
         self._frozen.adopt(plan)
         before, self.plan = self.plan, plan
         if new_window:
             self._window_steps = self.steps
             self._observed.take_window()
             self._stability.was_noisy = False
-        later = self._takeover.begins(before, plan, self.steps, self._device_type, partial(fits_uncompiled, self))
+        fits = partial(fits_uncompiled, self, plan, tournament)
+        later = self._takeover.begins(before, plan, self.steps, self._device_type, fits)
         for slot in self._slots.values():
             slot.adopt(plan, self._device_type, compiled=not later)
         if not later:
@@ -101,6 +110,16 @@ class Replanning:
         """(op, format) pairs that proved unstable, and (op, format, role) that the schedule forbids by now."""
         graph = self._observed.graph
         return self._stability.floors.banned | self._schedule.banned(self.steps, graph, self.policy.formats)
+
+
+def _adopt_again(session: Session, before: Plan, solve: Solve) -> Plan:
+    """A plan that is made again runs from the next call on; with a warning, if it breaks its budget."""
+    tournament = tournament_of(session)
+    plan, shortfall = made_again(session, before, solve, tournament)
+    if shortfall:
+        session._event("warning", trigger="budget", evidence=shortfall)
+    session.adopt(plan, tournament=tournament)
+    return plan
 
 
 def _lowered(session: Session) -> list[Slot]:
@@ -217,10 +236,7 @@ def replan(session: Session) -> None:
     """Solve again without what is banned now; what was promoted or demoted is told with what came of it."""
     assert (before := session.plan) is not None
     banned = session._banned
-    plan, shortfall = made_again(session, before, lambda peak: session._scheduler.plan_again(before, banned, peak))
-    if shortfall:
-        session._event("warning", trigger="budget", evidence=shortfall)
-    session.adopt(plan)
+    plan = _adopt_again(session, before, lambda peak: session._scheduler.plan_again(before, banned, peak))
     session._log.settle(before, plan)
     if (said := session._schedule.said(session.steps)) is not None:
         session._event("scheduled", trigger="schedule", evidence=said)

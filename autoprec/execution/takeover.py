@@ -44,16 +44,14 @@ class Takeover:
         new = before is not None and not self._lowering.knows(plan)
         return new and self._due_from(step) > step and can_copy(device_type) and _has_cache()
 
-    def begins(
-        self, before: Plan | None, plan: Plan, step: int, device_type: str, fits: Callable[[Plan], bool]
-    ) -> bool:
+    def begins(self, before: Plan | None, plan: Plan, step: int, device_type: str, fits: Callable[[], bool]) -> bool:
         """Whether a plan is to run as it is first. One that comes while another waits waits no longer than that.
-        `fits`: whether a plan as it is keeps its budget."""
+        `fits`: whether it keeps its budget as it is."""
         if self._is_waiting(plan):
             return True
         would, due = self.would_begin(before, plan, step, device_type), self._due_from(step)
         self.close()
-        if would and fits(plan):
+        if would and fits():
             self.due_step, self._waits = due, plan.fingerprint
         return self.due_step is not None
 

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ class Tournament:
         self._calls = _last_batch([c for c in calls if c.output_gradients])
         self._buffers, self._device, self._lowering = buffers, torch.device(device_type), lowering
         self._loss_bytes, self._compiled = loss_bytes, compiled
+        self._peaks: dict[str, int | None] = {}
 
     @property
     def empty(self) -> bool:
@@ -114,7 +116,7 @@ class Tournament:
             )
         return outcomes
 
-    @property
+    @cached_property
     def uncompiled(self) -> Tournament:
         """The same, of plans as they are."""
         buffers, device = self._buffers, self._device.type
@@ -122,8 +124,13 @@ class Tournament:
 
     def peak_of(self, plan: Plan) -> int | None:
         """Bytes that the step takes under a plan at most, above what was held before, at the allocator; a compiled
-        step's where its code tells it. None without a step to replay, and where it cannot run: no memory for it, or the
-        compiler refuses."""
+        step's where its code tells it. Measured once. None without a step to replay, and where it cannot run: no memory
+        for it, or the compiler refuses."""
+        if plan.fingerprint not in self._peaks:
+            self._peaks[plan.fingerprint] = self._measured_peak(plan)
+        return self._peaks[plan.fingerprint]
+
+    def _measured_peak(self, plan: Plan) -> int | None:
         if self.empty:
             return None
         try:
@@ -156,7 +163,7 @@ class Tournament:
     def _rounded(self, plan: Plan) -> dict[int, Tensor]:
         """By their identities, frozen parameters as the plan has them. What was lowered for FP32 tensors is given
         such, with the same values."""
-        held = self._lowering.backend == "eager"
+        held = not (self._lowering.compiles and self._compiled)
         frozen = [
             (argument, fmt)
             for call in self._calls
