@@ -1,6 +1,5 @@
 """How long a run waits for the compiler when its plan changes: `python -m tests.bench.takeover [NAME ...]
-[--takeover-steps 0 100]
-[--budget 70%]`.
+[--takeover-steps 0 100] [--budget 70%]`.
 
 A workload trains through inductor under `balanced`, and after some steps an op loses its format, as when it proves
 unstable. Printed are medians of steps before that, while the new plan runs uncompiled, and when it runs compiled, and
@@ -61,6 +60,8 @@ def seconds_of(workload: Workload, takeover_steps: int, budget: str | None) -> t
     for _ in range(takeover_steps + STEPS):
         step()
     warnings = [e.evidence for e in session.events if e.kind == "warning"]
+    lowered = sum(e.kind == "lowered" for e in session.events)
+    assert lowered == (1 if takeover_steps else 0) or (budget is not None and warnings), warnings
     replaced = sum(e.trigger == "budget" for e in session.events if e.kind == "planned")
     return taken, "; ".join([*warnings, *([f"replaced {replaced} times at the takeover"] if replaced else [])])
 
