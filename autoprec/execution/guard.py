@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from autoprec.numerics.looked_at import is_known
+
 __all__ = [
     "BufferSnapshot",
     "GradientWatch",
@@ -95,12 +97,27 @@ class GradientWatch:
             return
         if task != self._task[0]:  # one of a pass that died has not been called
             self._task[0] = task
-            torch.autograd.Variable._execution_engine.queue_callback(self.look)  # type: ignore[no-untyped-call]
+            torch.autograd.Variable._execution_engine.queue_callback(self._ends)  # type: ignore[no-untyped-call]
             self._shared.clear()
             watched = (f for f in self._parameters if f not in self._unwatched)
             self._shared.update(f for f in watched if len(_hooks(self._parameters[f])) > 1)
         if fqn in self._shared:
             self.look()
+
+    def _ends(self) -> None:
+        """The backward pass. What was looked at when it was made, and is as it was, is good. Other processes, and hooks
+        of somebody else's, may write past the version that tells; those hooks may have come after the look, too."""
+        task, unknown = self._task[0], []
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            for fqn in self._arrived:
+                p = self._parameters[fqn]
+                g = p.grad
+                if g is None or p._backward_hooks or not is_known(p, g, task):
+                    unknown.append(fqn)
+            self._fresh.update(self._arrived)
+            self._arrived[:] = unknown
+        self._arrived += self._shared & self._fresh
+        self.look()
 
     def look(self) -> None:
         """At the gradients that have arrived and were not looked at yet. Together, because the code that looks is out

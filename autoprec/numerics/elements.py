@@ -21,12 +21,14 @@ __all__ = [
     "MOST_THREADS",
     "from_e4m3",
     "is_installed",
+    "is_loaded",
     "largest_magnitude",
     "nonzero_bits",
     "serve",
     "to_e4m3",
     "unpacked_bools",
     "where_set",
+    "widened",
 ]
 
 MOST_THREADS = 4
@@ -51,12 +53,18 @@ def _loops() -> Any:
     return importlib.import_module("autoprec.numerics.loops")  # takes half a second, and a CPU
 
 
+def is_loaded() -> bool:
+    """Whether this process has compiled loops already."""
+    return _loops.cache_info().currsize > 0
+
+
 def serve(x: Tensor) -> bool:
     """Whether the functions below take `x`, of BF16, FP32, bytes or booleans."""
     return (
         is_installed()
         and x.device.type == "cpu"
         and not is_traced(x)
+        and not torch._C._functorch.is_legacy_batchedtensor(x)  # has no memory of its own (is_grads_batched)
         and x.is_contiguous()
         and x.dtype in (torch.bfloat16, torch.float32, torch.uint8, torch.bool)
         and torch.get_num_threads() <= MOST_THREADS
@@ -72,7 +80,16 @@ def _array(x: Tensor) -> Any:
 def largest_magnitude(x: Tensor) -> float:
     """Of BF16 or FP32 numbers; NaN if there is one, 0 of none."""
     size = x.element_size()
-    bits = int(_loops().largest(_array(x), _MAGNITUDE[size]))
+    return _float_of(int(_loops().largest(_array(x), _MAGNITUDE[size])), size)
+
+
+def widened(x: Tensor) -> tuple[Tensor, float]:
+    """BF16 numbers in FP32, and their largest magnitude: NaN if there is one, 0 of none."""
+    made = torch.empty_like(x, dtype=torch.float32, requires_grad=False)
+    return made, _float_of(int(_loops().widen(_array(x), _array(made))), 2)
+
+
+def _float_of(bits: int, size: int) -> float:
     return float(np.uint32(bits << 16 if size == 2 else bits).view(np.float32))
 
 

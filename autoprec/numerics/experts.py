@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autoprec.formats import other_operand
 from autoprec.numerics.double_backward import refuse_double_backward
-from autoprec.numerics.operands import begin, refuse_copies, saved_operand, unscaled
+from autoprec.numerics.operands import begin, made_in, refuse_copies, saved_operand, unscaled
 from autoprec.numerics.packing import Packed
 from autoprec.numerics.products import GemmSpec
 from autoprec.numerics.remaking import Kept
@@ -30,7 +30,7 @@ class _GroupedLinear(torch.autograd.Function):
         offs: Tensor,
         spec: GemmSpec,
     ) -> Tensor:
-        ctx.groups, read = _groups(offs), begin(ctx, x, weight, operand, kept, spec)
+        ctx.groups, read = _groups(offs), begin(ctx, x, weight, None, operand, kept, spec)
         rows, w = spec.operand(read, spec.output), spec.operand(weight, other_operand(spec.output))
         y = rows.new_zeros(x.shape[0], weight.shape[2])
         with spec.computing(spec.output):
@@ -49,7 +49,8 @@ class _GroupedLinear(torch.autograd.Function):
             x = spec.operand(read, other_operand(spec.grad_weight))
             with spec.computing(spec.grad_weight):
                 product = torch.stack([_wide_product(x[group].t(), g[group]) for group in ctx.groups])
-            grad_w = unscaled(ctx, spec.product(product, spec.grad_weight, weight.dtype), weight.dtype)
+            product = spec.product(product, spec.grad_weight, made_in(spec, grad, weight))
+            grad_w = unscaled(ctx, product, weight.dtype, ctx.weight)
             del x, g, product
         del read  # as in a linear: it need not be there beside the input's gradient
         if ctx.needs_input_grad[0]:
@@ -88,7 +89,7 @@ class _BatchedLinear(torch.autograd.Function):
         spec: GemmSpec,
     ) -> Tensor:
         ctx.bias_shape = None if bias is None else bias.shape
-        read = begin(ctx, x, weight, operand, kept, spec)
+        read = begin(ctx, x, weight, bias, operand, kept, spec)
         rows, w = spec.operand(read, spec.output), spec.operand(weight, other_operand(spec.output))
         with spec.computing(spec.output):
             y = rows @ w if bias is None else torch.baddbmm(bias.to(spec.result).to(w.dtype), rows, w)
@@ -101,13 +102,15 @@ class _BatchedLinear(torch.autograd.Function):
         grad_x = grad_w = grad_b = None
         refuse_copies(ctx)
         if read is not None:
-            grad_w = unscaled(ctx, _batched_weight_gradient(spec, grad, read, weight.dtype), weight.dtype)
+            product = _batched_weight_gradient(spec, grad, read, made_in(spec, grad, weight))
+            grad_w = unscaled(ctx, product, weight.dtype, ctx.weight)
+            del product
         del read  # as in a linear: it need not be there beside the input's gradient
         if ctx.needs_input_grad[0]:
             grad_x = _batched_input_gradient(spec, grad, weight, ctx.x_dtype)
         if ctx.bias_shape is not None and ctx.needs_input_grad[2]:
             wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-            grad_b = unscaled(ctx, wide.sum_to_size(ctx.bias_shape), weight.dtype)
+            grad_b = unscaled(ctx, wide.sum_to_size(ctx.bias_shape), weight.dtype, ctx.bias)
         return grad_x, grad_w, grad_b, None, None, None
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from autoprec.formats import is_scaled, other_operand, result_format
 from autoprec.numerics.compilers import is_traced
 from autoprec.numerics.dtypes import dtype_of
-from autoprec.numerics.operands import begin, read_operand, refuse_copies, saved_operand, unscaled
+from autoprec.numerics.operands import begin, made_in, read_operand, refuse_copies, saved_operand, unscaled
 from autoprec.numerics.packing import Packed, decode
 from autoprec.numerics.products import GemmSpec, rows_times_rows
 from autoprec.numerics.remaking import Kept
@@ -92,7 +92,7 @@ class _Linear(torch.autograd.Function):
         kept: Kept | None,
         spec: GemmSpec,
     ) -> Tensor:
-        ctx.has_bias, read = bias is not None, begin(ctx, x, weight, operand, kept, spec)
+        ctx.has_bias, read = bias is not None, begin(ctx, x, weight, bias, operand, kept, spec)
         # Detached, because torch lets nobody change a view in place that a custom function returns.
         return rows_times_rows(read, weight, spec.output, spec, spec.result, bias).detach()
 
@@ -105,12 +105,14 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1] or not spec.plain:
             refuse_copies(ctx)
         if read is not None:
-            grad_w = unscaled(ctx, _weight_gradient(spec, flat, read, weight.dtype), weight.dtype)
+            product = _weight_gradient(spec, flat, read, made_in(spec, grad, weight))
+            grad_w = unscaled(ctx, product, weight.dtype, ctx.weight)
+            del product
         del read  # made for this pass, as like as not: it need not be there beside the input's gradient
         if ctx.needs_input_grad[0]:
             grad_x = _input_gradient(spec, flat, weight, ctx.x_dtype).view(*grad.shape[:-1], weight.shape[1])
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_b = unscaled(ctx, _channel_sums(flat, spec.grad_weight), weight.dtype)
+            grad_b = unscaled(ctx, _channel_sums(flat, spec.grad_weight), weight.dtype, ctx.bias)
         return grad_x, grad_w, grad_b, None, None, None
 
 
@@ -150,7 +152,7 @@ class _Conv(torch.autograd.Function):
         options: ConvOptions,
     ) -> Tensor:
         ctx.has_bias, ctx.options = bias is not None, options
-        read = begin(ctx, x, weight, operand, kept, spec)
+        read = begin(ctx, x, weight, bias, operand, kept, spec)
         w = spec.operand(weight, other_operand(spec.output))
         b = None if bias is None else bias.to(spec.result).to(w.dtype)
         x_read, o = spec.operand(read, spec.output), options
@@ -166,14 +168,15 @@ class _Conv(torch.autograd.Function):
         if read is not None:
             seen, options = _places_read(ctx.options, read, weight)
             product = _conv_weight_gradient(spec, options, grad, seen, weight)
-            grad_w = unscaled(ctx, spec.product(product, spec.grad_weight, weight.dtype), weight.dtype)
+            product = spec.product(product, spec.grad_weight, made_in(spec, grad, weight))
+            grad_w = unscaled(ctx, product, weight.dtype, ctx.weight)
         there = read if isinstance(read, Tensor) and ctx.again is None else None
         del read  # as in `_Linear`
         if ctx.needs_input_grad[0]:
             product = _conv_input_gradient(spec, ctx.options, grad, there, ctx.x_shape, weight)
             grad_x = spec.product(product, spec.grad_input, ctx.x_dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_b = unscaled(ctx, _channel_sums(grad, spec.grad_weight), weight.dtype)
+            grad_b = unscaled(ctx, _channel_sums(grad, spec.grad_weight), weight.dtype, ctx.bias)
         return grad_x, grad_w, grad_b, None, None, None, None
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "masked",
     "pack",
     "unpack",
+    "widen",
 ]
 
 U8, U16, U32, F32 = np.uint8, np.uint16, np.uint32, np.float32
@@ -43,6 +44,16 @@ def largest(bits: Any, magnitude: Any) -> Any:
     found = bits.dtype.type(0)
     for i in range(bits.size):
         found = max(found, bits.dtype.type(bits[i] & magnitude))
+    return found
+
+
+@_loop
+def widen(bits: Any, made: Any) -> Any:
+    """FP32 of BF16 numbers; their largest magnitude, as BF16."""
+    found = U16(0)
+    for i in range(bits.size):
+        made[i] = U32(U32(bits[i]) << U32(16))
+        found = max(found, U16(bits[i] & U16(0x7FFF)))
     return found
 
 

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from autoprec.formats import is_scaled
 from autoprec.numerics.double_backward import refuse_double_backward
+from autoprec.numerics.looked_at import leaf, widened
 from autoprec.numerics.packing import Packed
 from autoprec.numerics.products import GemmSpec
 from autoprec.numerics.remaking import Kept, Remade
 
-__all__ = ["begin", "read_operand", "refuse_copies", "saved_operand", "unscaled"]
+__all__ = ["begin", "made_in", "read_operand", "refuse_copies", "saved_operand", "unscaled"]
 
 
 def read_operand(x: Tensor, operand: Packed | None, spec: GemmSpec) -> Tensor | Packed:
@@ -24,11 +25,18 @@ def read_operand(x: Tensor, operand: Packed | None, spec: GemmSpec) -> Tensor | 
 
 
 def begin(
-    ctx: Any, x: Tensor, weight: Tensor, operand: Packed | None, kept: Kept | None, spec: GemmSpec
+    ctx: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    operand: Packed | None,
+    kept: Kept | None,
+    spec: GemmSpec,
 ) -> Tensor | Packed:
     """The forward pass of a product with a parameter: what it reads; that, or what is kept instead, is saved, if the
     parameter wants a gradient."""
     ctx.spec, ctx.x_dtype, ctx.x_shape = spec, x.dtype, x.shape
+    ctx.weight, ctx.bias = leaf(weight), leaf(bias)
     read = read_operand(x, operand, spec)
     _save(ctx, (read if kept is None else kept) if ctx.needs_input_grad[1] else None, weight)
     return read
@@ -67,8 +75,15 @@ def refuse_copies(ctx: Any) -> None:
         refuse_double_backward("a product in TF32, FP8 or a format of one's own")
 
 
-def unscaled(ctx: Any, grad: Tensor, like: torch.dtype) -> Tensor:
-    """The gradient of a parameter without its region's factor, in FP32 or wider, then as the parameter is."""
+def made_in(spec: GemmSpec, grad: Tensor, weight: Tensor) -> torch.dtype:
+    """In which the gradient of a weight is to come for `unscaled`: as the device makes it, where that is as exact."""
+    narrow = spec.grad_weight == "bf16" and "bf16" in spec.native and grad.device.type == "cpu"
+    return torch.bfloat16 if narrow and weight.dtype is torch.float32 else weight.dtype
+
+
+def unscaled(ctx: Any, grad: Tensor, like: torch.dtype, parameter: int | None) -> Tensor:
+    """The gradient of a parameter without its region's factor, in FP32 or wider, then as the parameter is. Who that is
+    (`leaf`) is told to who looks at it."""
     spec: GemmSpec = ctx.spec
-    grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    grad = widened(grad, torch.promote_types(grad.dtype, torch.float32), parameter)
     return (grad.mul_(2.0**-spec.scale_log2) if spec.scale_log2 else grad).to(like)
