@@ -55,6 +55,8 @@ def reproducible() -> None:
     if torch is not None:
         torch.manual_seed(0)
         torch._dynamo.reset()
+        # Whenever Dynamo captures it empties the caches, 22 ms, to log how long its guards take.
+        torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 
 #: Files that hold what a race finds against something measured: theirs are as long as users'.

@@ -14,7 +14,7 @@ from tests.bench.binding import uniform_e5m2, widely
 from tests.bench.earns import narrowed, study
 from tests.bench.measure import Calibrated, calibrate, one_thread
 from tests.bench.mixtures import ratios
-from tests.bench.workloads import WORKLOADS
+from tests.bench.workloads import WORKLOADS, ResNet
 
 
 @cache
@@ -77,13 +77,17 @@ def test_every_category_of_bytes_is_predicted(monkeypatch: pytest.MonkeyPatch) -
         assert {c.name for c in categories.of_workload(found) if c.miss} == {"optimizer state"}
 
 
+SMALLER = {
+    "transformer": partial(ByteTransformer, width=256, heads=4, depth=1, context=128),
+    "cnn": partial(ResNet, stages=2),
+}
+
+
 @pytest.mark.parametrize("workload", lowering.BARRED)
 def test_torchs_fp8_by_size_has_the_larger_error_at_the_higher_peak(workload: str) -> None:
-    """Both through inductor, the transformer with one of its four layers; `python -m tests.bench.lowering --rivals` has
-    the rest, and seconds."""
-    used = WORKLOADS[workload]
-    if workload == "transformer":
-        used = replace(used, build=partial(ByteTransformer, width=256, heads=4, depth=1, context=128))
+    """Both through inductor, with one of the transformer's four layers and two of the network's three stages; `python
+    -m tests.bench.lowering --rivals` has the rest, and seconds."""
+    used = replace(WORKLOADS[workload], build=SMALLER[workload])
     with one_thread():
         found = calibrate(used)
         plan = found.planned("memory")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import autoprec
+from autoprec.demo.tasks import ByteTransformer
 from autoprec.devices import Device
 from autoprec.execution.measuring import peak_bytes, releasing_workspace_bytes, saved_bytes, workspace_bytes
 from autoprec.graphs import OpClass, Role
@@ -245,9 +247,13 @@ def test_the_peak_of_small_models_of_transformers_is_predicted(name: str) -> Non
 
 @pytest.mark.parametrize("name", ["mlp", "transformer", "cnn"])
 def test_the_peak_of_any_mixture_is_predicted(name: str) -> None:
-    """Formats and storages by chance: casts, and the order in which our products make their gradients."""
+    """Formats and storages by chance: casts, and the order in which our products make their gradients. Of the
+    transformer, two of four layers; `python -m tests.bench.mixtures` has all."""
+    used = BENCH[name]
+    if name == "transformer":
+        used = replace(used, build=partial(ByteTransformer, width=256, heads=4, depth=2, context=128))
     with one_thread():
-        found = ratios(calibrate(BENCH[name]), 3)
+        found = ratios(calibrate(used), 3)
     # An emulated product makes its FP32 copies of gradients when the casts that they are made of are gone.
     most, middle = (0.2, 0.12) if EMULATED else (0.03, 0.005)
     assert max(abs(r - 1.0) for r in found) <= most, found

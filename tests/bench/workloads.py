@@ -122,14 +122,14 @@ class Stage(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Three stages on one-channel images."""
+    """Three stages, or the first of them, on one-channel images."""
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 32, stages: int = 3) -> None:
         super().__init__()
         self.stem, self.norm = nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
-        plan = ((width, width, 1), (width, 2 * width, 2), (2 * width, 4 * width, 2))
+        plan = ((width, width, 1), (width, 2 * width, 2), (2 * width, 4 * width, 2))[:stages]
         self.stages = nn.ModuleList(Stage(*s) for s in plan)
-        self.head = nn.Linear(4 * width, 10)
+        self.head = nn.Linear(plan[-1][1], 10)
 
     def forward(self, images: Tensor) -> Tensor:
         """(batch, 1, 28, 28) → (batch, 10) logits."""

@@ -14,6 +14,7 @@ A sample whose tensors can all be parameters becomes a module; what Dynamo does 
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_utils import set_rng_seed
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import autoprec
@@ -247,9 +249,12 @@ def close(a: Sequence[Tensor | None], b: Sequence[Tensor | None], dtype: torch.d
 
 
 def samples_of(op: Any, count: int) -> Iterator[Any]:
-    made = op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)
-    for i, sample in enumerate(made):
-        if count and i == count:
+    """The same at every run. Not by `op.sample_inputs`, which looks twice through the stack for the test that asks."""
+    set_rng_seed()
+    made = iter(op.sample_inputs_func(op, "cpu", torch.float32, op.supports_autograd))
+    for _ in range(count) if count else itertools.count():
+        set_rng_seed()
+        if (sample := next(made, None)) is None:
             return
         yield sample
 

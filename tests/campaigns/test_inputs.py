@@ -17,7 +17,7 @@ KINDS = ("policy", "plan", "device", "datasheet", "profile")
 
 
 def test_mutations(capsys: pytest.CaptureFixture[str]) -> None:
-    tally = inputs.campaign(inputs.COUNT // 2)
+    tally = inputs.campaign(inputs.COUNT // 4)
     with capsys.disabled():
         print(f"\n  {dict(tally.made)}, refused {dict(tally.refused)}", end="")
     assert tally.broken == []

@@ -20,7 +20,7 @@ from autoprec.planning.uses import Saver
 from autoprec.planning.values import Problem
 from tests.planning.planning_cases import Case, random_case
 
-CASES = 180
+CASES = 120
 
 
 def random_choice(problem: Problem, rng: np.random.Generator) -> Choice:
@@ -138,7 +138,7 @@ def test_highs_finds_what_brute_force_finds():
     # The cases are worth something only if they meet what the program is made of.
     assert kinds["stored"] > 5 and kinds["by others"] > 5, kinds
     assert kinds["mixed"] > 50 and kinds["ties"] > 20 and kinds["binding"] > 20, kinds
-    assert kinds["checkpoints"] > 50, kinds
+    assert kinds["checkpoints"] > 40, kinds
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -148,7 +148,7 @@ def test_the_objective_peak_is_the_fastest_at_the_lowest_peak(large, monkeypatch
     if large:
         monkeypatch.setattr(planner, "LARGE", -1)
     lowered = faster = 0
-    for seed in range(50 if large else 150):
+    for seed in range(50 if large else 100):
         case = random_case(seed)
         policy = case.policy.replaced(objective="peak", budget=None)
         question = planner.ask(case.graph, case.profile, case.device, policy, banned=case.banned)
