@@ -25,10 +25,11 @@ __all__ = ["LossOptions", "cross_entropy"]
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """Options of `F.cross_entropy`; targets are classes, without label smoothing."""
+    """Options of `F.cross_entropy`; targets are classes."""
 
     reduction: str = "mean"
     ignore_index: int = -100
+    label_smoothing: float = 0.0
 
 
 def cross_entropy(
@@ -37,10 +38,21 @@ def cross_entropy(
     """`F.cross_entropy` of logits (N, C, …) and classes (N, …), float32, whose backward pass reads `kept`, a narrow
     copy of the logits; without one, torch's. `UnsupportedError` where the backward pass is differentiated."""
     if kept is None:
-        return F.cross_entropy(x, target, weight, ignore_index=options.ignore_index, reduction=options.reduction)
+        return _torchs(x, target, weight, options)
     result = _CrossEntropy.apply(x, target, weight, kept, options)
     assert isinstance(result, Tensor)
     return result
+
+
+def _torchs(x: Tensor, target: Tensor, weight: Tensor | None, options: LossOptions) -> Tensor:
+    return F.cross_entropy(
+        x,
+        target,
+        weight,
+        ignore_index=options.ignore_index,
+        reduction=options.reduction,
+        label_smoothing=options.label_smoothing,
+    )
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -52,32 +64,32 @@ class _CrossEntropy(torch.autograd.Function):
         total = _total(target, weight, options) if options.reduction == "mean" else None
         ctx.save_for_backward(kept.payload, kept.inverse_scale, target, weight, total)
         if is_traced(x):
-            return F.cross_entropy(x, target, weight, ignore_index=options.ignore_index, reduction=options.reduction)
-        losses = torch.cat([_losses(x[rows], target[rows], weight, options) for rows in _rows(x)])
-        if options.reduction == "none":
-            return losses
-        if weight is not None:
-            return losses.sum() if total is None else losses.sum() / total
-        # torch adds them up in an order of its own: as the logarithms of the only class there is.
-        only = (target == options.ignore_index).to(target.dtype).mul_(-100)
-        return F.nll_loss(losses.neg().unsqueeze(1), only, reduction=options.reduction)
+            return _torchs(x, target, weight, options)
+        parts = [_losses(x[rows], target[rows], weight, options) for rows in _rows(x)]
+        losses, smooth = (torch.cat(part) for part in zip(*parts, strict=True))
+        result = _reduced(losses, target, weight, total, options)
+        if not options.label_smoothing:
+            return result
+        if options.reduction != "none":
+            smooth = smooth.sum() if total is None else smooth.sum() / total
+        of_target, of_each = _shares(x, options)
+        return of_target * result + smooth * of_each
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("cross entropy that keeps its logits in a narrow format")
         payload, inverse_scale, target, weight, total = ctx.saved_tensors
         packed, options = Packed(payload, inverse_scale, ctx.kept_as), ctx.options
-        if total is not None:
-            grad = grad / total
         if is_traced(payload):
             x = decode(packed, ctx.dtype)
             with made_in_backward(payload):
-                return _gradient(torch.log_softmax(x, 1), target, weight, grad, options), None, None, None, None
+                logs = torch.log_softmax(x, 1)
+                return _gradient(logs, target, weight, total, grad, options), None, None, None, None
         made = torch.empty(payload.shape, dtype=ctx.dtype, device=payload.device)
         for rows in _rows(payload):
             part = grad[rows] if options.reduction == "none" else grad
             logs = torch.log_softmax(decode(packed._replace(payload=payload[rows]), ctx.dtype), 1)
-            made[rows] = _gradient(logs, target[rows], weight, part, options)
+            made[rows] = _gradient(logs, target[rows], weight, total, part, options)
         return made, None, None, None, None
 
 
@@ -87,8 +99,35 @@ def _rows(x: Tensor) -> Iterator[slice]:
     yield from (slice(begin, begin + step) for begin in range(0, max(1, x.shape[0]), step))
 
 
-def _losses(x: Tensor, target: Tensor, weight: Tensor | None, options: LossOptions) -> Tensor:
-    return F.cross_entropy(x, target, weight, ignore_index=options.ignore_index, reduction="none")
+def _shares(x: Tensor, options: LossOptions) -> tuple[float, float]:
+    """What label smoothing leaves the target, and what every class has besides."""
+    return 1.0 - options.label_smoothing, options.label_smoothing / max(1, x.shape[1])
+
+
+def _losses(x: Tensor, target: Tensor, weight: Tensor | None, options: LossOptions) -> tuple[Tensor, Tensor]:
+    """Of each target: the loss without label smoothing, and with that the sum of those of all classes."""
+    logs = torch.log_softmax(x, 1)
+    losses = F.nll_loss(logs, target, weight, ignore_index=options.ignore_index, reduction="none")
+    if not options.label_smoothing:
+        return losses, losses
+    sums = logs.sum(1) if weight is None else (logs * _by_class(weight, logs)).sum(1)
+    return losses, sums.neg_().masked_fill_(target == options.ignore_index, 0.0)
+
+
+def _reduced(
+    losses: Tensor, target: Tensor, weight: Tensor | None, total: Tensor | None, options: LossOptions
+) -> Tensor:
+    if options.reduction == "none":
+        return losses
+    if weight is not None:
+        return losses.sum() if total is None else losses.sum() / total
+    # torch adds them up in an order of its own: as the logarithms of the only class there is.
+    only = (target == options.ignore_index).to(target.dtype).mul_(-100)
+    return F.nll_loss(losses.neg().unsqueeze(1), only, reduction=options.reduction)
+
+
+def _by_class(weight: Tensor, x: Tensor) -> Tensor:
+    return weight.view(1, -1, *[1] * (x.dim() - 2))
 
 
 def _total(target: Tensor, weight: Tensor | None, options: LossOptions) -> Tensor:
@@ -99,12 +138,19 @@ def _total(target: Tensor, weight: Tensor | None, options: LossOptions) -> Tenso
     return torch.where(counts, weight[torch.where(counts, target, 0)], 0.0).sum()
 
 
-def _gradient(logs: Tensor, target: Tensor, weight: Tensor | None, grad: Tensor, options: LossOptions) -> Tensor:
-    """Of the sum of losses, or of each, times what arrives, by the logarithms of the probabilities: as torch's own
-    kernels make it, one after the other."""
+def _gradient(
+    logs: Tensor, target: Tensor, weight: Tensor | None, total: Tensor | None, grad: Tensor, options: LossOptions
+) -> Tensor:
+    """Of the sum of losses, or of each, over `total`, times what arrives, by the logarithms of the probabilities: as
+    torch's own kernels make it, one after the other."""
     counts = target != options.ignore_index
     at = torch.where(counts, target, 0)
-    factor = -grad.expand(target.shape) if weight is None else -grad * weight[at]
+    of_target, of_each = _shares(logs, options) if options.label_smoothing else (1.0, 0.0)
+    mine, each = ((grad * share if total is None else grad * share / total) for share in (of_target, of_each))
+    factor = -mine.expand(target.shape) if weight is None else -mine * weight[at]
     factor = torch.where(counts, factor, 0.0).unsqueeze(1)
     arriving = torch.zeros_like(logs).scatter_(1, at.unsqueeze(1), factor)
+    if options.label_smoothing:
+        every = torch.where(counts, -each.expand(target.shape), 0.0).unsqueeze(1)
+        arriving = arriving + (every if weight is None else every * _by_class(weight, logs))
     return torch.ops.aten._log_softmax_backward_data(arriving, logs, 1, logs.dtype)

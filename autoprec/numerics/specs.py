@@ -81,19 +81,21 @@ _CROSS_ENTROPY = ("input", "target", "weight", "size_average", "ignore_index", "
 
 def loss_call(node: fx.Node) -> tuple[dict[str, fx.Node | None], LossOptions] | None:
     """Of a cross entropy of classes its tensors (input, target, weight) and its options; None for probabilities as
-    targets, label smoothing, or logits without a batch."""
+    targets, or logits without a batch."""
     named = dict(zip(_CROSS_ENTROPY, node.args, strict=False)) | node.kwargs
     tensors = {name: named.get(name) for name in _CROSS_ENTROPY[:3]}
     logits, classes = (n.meta.get("example_value") if isinstance(n := tensors[name], fx.Node) else None
                        for name in ("input", "target"))  # fmt: skip
     if not isinstance(logits, torch.Tensor) or not isinstance(classes, torch.Tensor):
         return None
-    if logits.dim() < 2 or classes.dtype is not torch.int64 or named.get("label_smoothing", 0.0) != 0.0:
+    smoothing = named.get("label_smoothing", 0.0)
+    if logits.dim() < 2 or classes.dtype is not torch.int64 or not isinstance(smoothing, (int, float)):
         return None
     reduction, (average, reduce) = named.get("reduction", "mean"), (named.get(n) for n in ("size_average", "reduce"))
     if average is not None or reduce is not None:  # as torch reads what it has deprecated
         reduction = "none" if reduce is False else "sum" if average is False else "mean"
-    return tensors, LossOptions(reduction=reduction, ignore_index=named.get("ignore_index", -100))
+    ignored = named.get("ignore_index", -100)
+    return tensors, LossOptions(reduction=reduction, ignore_index=ignored, label_smoothing=float(smoothing))
 
 
 #: Kinds whose scalar becomes a value of the result; elsewhere it is a factor or a summand.

@@ -13,6 +13,10 @@ __all__ = ["is_unfused", "keeps_logits", "with_kept_inputs"]
 #: What a mean divides by, in FP32; a class, as an integer.
 _TOTAL_BYTES, _CLASS_BYTES = 4, 8
 
+#: With label smoothing, for each class whether it counts, and what the mean of the others divides by: nothing (of a
+#: sum), in FP32 (with class weights), or as an integer.
+_COUNTS_BYTES, _DIVISOR_BYTES = 1, (0, 4, 8)
+
 
 def is_unfused(op: Op) -> bool:
     """Whether it is attention that runs op by op: a kernel for both passes keeps its result."""
@@ -24,17 +28,19 @@ def keeps_logits(op: Op, graph: OpGraph) -> bool:
     """Whether it is a cross entropy of classes, which ours can compute (`numerics.losses`).
 
     torch's keeps the logarithms of the probabilities, what a mean divides by, and the classes, which count here if they
-    are no tensor of the graph. Label smoothing keeps which of them count besides; with probabilities as targets there
-    is nothing to divide by.
+    are no tensor of the graph. Label smoothing keeps more besides; with probabilities as targets there is nothing to
+    divide by.
     """
     if op.kind != "cross_entropy" or not op.inputs or op.inputs[0] not in graph.tensor_by_id:
         return False
     logits = graph.tensor_by_id[op.inputs[0]]
     if not logits.is_float32 or not logits.requires_grad or len(logits.shape) < 2:
         return False
-    more = op.private_saved_bytes - 4 * logits.numel
-    as_torch = (_TOTAL_BYTES, _TOTAL_BYTES + _CLASS_BYTES * (logits.numel // max(1, logits.shape[1])))
-    return more in as_torch or op.inputs[0] in op.saves
+    classes = logits.numel // max(1, logits.shape[1])
+    smoothed = (_COUNTS_BYTES * classes + divisor for divisor in _DIVISOR_BYTES)
+    more = op.private_saved_bytes - 4 * logits.numel - _TOTAL_BYTES
+    besides = [other + own for other in (0, *smoothed) for own in (0, _CLASS_BYTES * classes)]
+    return more in besides or op.inputs[0] in op.saves
 
 
 def with_kept_inputs(graph: OpGraph, roots: Roots) -> OpGraph:
