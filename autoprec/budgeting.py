@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autoprec.errors import InfeasibleError
@@ -13,7 +14,16 @@ from autoprec.scheduling import PeakOf
 if TYPE_CHECKING:
     from autoprec.sessions import Session
 
-__all__ = ["Solve", "first_plan", "fits_uncompiled", "leave_uncompiled", "made_again", "tournament_of", "within_budget"]
+__all__ = [
+    "Solve",
+    "first_plan",
+    "fits_uncompiled",
+    "given_breaks",
+    "leave_uncompiled",
+    "made_again",
+    "tournament_of",
+    "within_budget",
+]
 
 #: Makes a plan, and says "" or by how much it breaks its budget, by peaks that it is told.
 Solve = Callable[[PeakOf], tuple[Plan, str]]
@@ -90,6 +100,23 @@ def fits_uncompiled(session: Session, plan: Plan, tournament: Tournament | None)
         return True
     peak = (tournament or tournament_of(session)).uncompiled.peak_of(plan)
     return peak is not None and session._scheduler.excess_bytes(plan, lambda _: peak) <= 0
+
+
+def given_breaks(session: Session) -> str:
+    """By how much a plan that was made elsewhere, and never measured, breaks its budget, as it runs, on a replay of the
+    step that was just observed; "" if it does not, or the plan is the run's own."""
+    plan, graph = session.plan, session.graph
+    if session._scheduler.given is None or plan is None or plan.budget_bytes is None or graph is None:
+        return ""
+    session._observed.graph = replace(graph, optimizer_bytes=session._guard.optimizer_bytes)
+    excess = session._scheduler.excess_bytes(plan, tournament_of(session).peak_of)
+    if excess <= 0:
+        return ""
+    told = "" if plan.predicted is None else f", and {plan.predicted.peak_bytes} were predicted"
+    return (
+        f"a step takes {plan.budget_bytes + excess} bytes under the plan that was given, for a budget of"
+        f" {plan.budget_bytes}{told}; plan for {excess} bytes less, or let this run calibrate and plan for itself"
+    )
 
 
 def leave_uncompiled(session: Session, plan: Plan, shortfall: str) -> None:

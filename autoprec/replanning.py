@@ -10,6 +10,7 @@ from autoprec.budgeting import (
     Solve,
     first_plan,
     fits_uncompiled,
+    given_breaks,
     leave_uncompiled,
     made_again,
     tournament_of,
@@ -40,6 +41,9 @@ class Replanning:
             if self._observed.steps >= self.policy.calibration.steps:
                 _plan_in_the_loop(self)
             return
+        # Once, after the first step that is observed, also in a run that goes on from a state.
+        if seen is not None and self.steps == self.policy.monitor.interval_steps and (told := given_breaks(self)):
+            self._event("warning", trigger="budget", evidence=told)
         if self.steps - self._window_steps >= self.policy.monitor.window_steps:
             _judge_window(self)
         elif seen is not None and self.plan is not None:
