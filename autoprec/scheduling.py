@@ -244,23 +244,24 @@ _BUDGET_SLACK = 1.02
 
 
 def _contest(proposals: Proposals, tournament: Tournament) -> Plan:
-    """Run the proposals. Where the solver's plan proves to break the budget, it is made again for as much less."""
-    budget = proposals.question.budget_bytes
-    outcomes = tournament.run(runners(proposals))
-    measured = _measured(proposals, outcomes)
-    for _ in range(_TIGHTENINGS):
+    """Run the proposals. Where the solver's plan proves to break the budget, it is made again for as much less; where
+    all of those do, the one that breaks it least stands."""
+    budget, tried = proposals.question.budget_bytes, []
+    while True:
+        outcomes = tournament.run(runners(proposals))
+        measured = _measured(proposals, outcomes)
         excess = _excess_bytes(proposals, measured, budget)
-        if excess <= 0:
+        tried.append((excess, proposals, measured, _told(proposals, outcomes)))
+        if excess <= 0 or math.isinf(excess) or len(tried) > _TIGHTENINGS:
             break
         assert proposals.problem.budget_bytes is not None
         # Below what was predicted of it, or it would be proposed again.
-        told = min(proposals.problem.budget_bytes, proposals.best.solution.evaluation.peak_bytes)
-        if (smaller := _smaller(proposals.question, told, excess)) is None:
+        predicted_bytes = min(proposals.problem.budget_bytes, proposals.best.solution.evaluation.peak_bytes)
+        if (smaller := _smaller(proposals.question, predicted_bytes, int(excess))) is None:
             break
         proposals = smaller
-        outcomes = tournament.run(runners(proposals))
-        measured = _measured(proposals, outcomes)
-    plan = adopt(proposals, measured, budget, _told(proposals, outcomes))
+    _, proposals, measured, told = min(tried, key=lambda found: max(0, found[0]))
+    plan = adopt(proposals, measured, budget, told)
     found, predicted = measured[proposals.best.name], proposals.best.solution.evaluation
     if budget is not None and plan.adopted is not None and plan.adopted.verdict:
         if found.failure or found.peak_bytes > _BUDGET_SLACK * budget:
@@ -286,10 +287,12 @@ def _smaller(question: Question, told: int, excess: int) -> Proposals | None:
         return propose(question.under(error.smallest_bytes), advise=False)
 
 
-def _excess_bytes(proposals: Proposals, measured: Mapping[str, Measurement], budget: int | None) -> int:
-    """By how much the solver's plan breaks the budget."""
+def _excess_bytes(proposals: Proposals, measured: Mapping[str, Measurement], budget: int | None) -> float:
+    """By how much the solver's plan breaks the budget; infinite if it failed."""
     found = measured[proposals.best.name]
-    return 0 if budget is None or found.failure else found.peak_bytes - budget
+    if budget is None:
+        return 0
+    return math.inf if found.failure else found.peak_bytes - budget
 
 
 def _measured(proposals: Proposals, outcomes: Mapping[str, Outcome]) -> dict[str, Measurement]:

@@ -12,10 +12,11 @@ from torch import nn
 from autoprec.budgets import parse_budget
 from autoprec.errors import InfeasibleError
 from autoprec.execution.lowering import Lowering
-from autoprec.execution.tournament import Tournament
+from autoprec.execution.tournament import Outcome, Tournament
 from autoprec.graphs import Role
 from autoprec.numerics.frozen import NarrowParameter
 from autoprec.planning.problem import fixed_bytes
+from autoprec.planning.proposals import SOLVER
 from autoprec.plans import Plan
 from autoprec.scheduling import Scheduler
 from tests.test_tournament import observed
@@ -66,6 +67,35 @@ def test_of_plans_that_all_break_the_budget_the_one_that_does_least_is_made(plan
     assert {p.budget_bytes for p in (*tried, plan)} == {plan.budget_bytes}
     tried, plan, shortfall = made_again(planned, lambda plan, k: plan.budget_bytes - fixed + [50_000, 0][k])
     assert plan is tried[1] and not shortfall
+
+
+@pytest.mark.parametrize("second", [10_000, None])
+def test_of_first_plans_that_all_break_the_budget_the_one_that_does_least_is_made(
+    second: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not one that fails."""
+    over, plans, plain = [20_000, second, 15_000, 18_000], list[Plan](), Tournament.run
+
+    def run(self: Tournament, contestants):
+        outcomes, more = plain(self, contestants), over[len(plans)]
+        plans.append(contestants[SOLVER])
+        if more is None:
+            return {name: Outcome(failure="it failed") for name in outcomes}
+        peak = limit + more - fixed_bytes(session.graph)
+        return {name: dataclasses.replace(o, peak_bytes=peak) for name, o in outcomes.items()}
+
+    monkeypatch.setattr(Tournament, "run", run)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(64, 64), nn.GELU())))
+    batches = [torch.randn(512, 64) for _ in range(3)]
+    session = observed(model, batches, noise={"gradient": 1e3, "loss": 1e3}, budget="60%")
+    session.measure_device()
+    limit = session._scheduler.bytes_of(parse_budget("60%"))
+    session.make_plan()
+    assert len(plans) == (2 if second is None else 4)
+    assert session.plan.adopted.measured.peak_bytes == limit + (second or 20_000)
+    assert session.plan.fingerprint == plans[0 if second is None else 1].fingerprint
+    assert session.plan.budget_bytes == limit
 
 
 def test_where_no_plan_is_predicted_to_take_as_little_as_it_must_the_least_is_tried(planned) -> None:
