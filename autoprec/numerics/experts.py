@@ -30,7 +30,7 @@ class _GroupedLinear(torch.autograd.Function):
         offs: Tensor,
         spec: GemmSpec,
     ) -> Tensor:
-        ctx.groups, read = _groups(offs), begin(ctx, x, weight, None, operand, kept, spec)
+        ctx.groups, read = _groups(offs), begin(ctx, x, weight, operand, kept, spec)
         rows, w = spec.operand(read, spec.output), spec.operand(weight, other_operand(spec.output))
         y = rows.new_zeros(x.shape[0], weight.shape[2])
         with spec.computing(spec.output):
@@ -89,7 +89,7 @@ class _BatchedLinear(torch.autograd.Function):
         spec: GemmSpec,
     ) -> Tensor:
         ctx.bias_shape = None if bias is None else bias.shape
-        read = begin(ctx, x, weight, bias, operand, kept, spec)
+        read = begin(ctx, x, weight, operand, kept, spec)
         rows, w = spec.operand(read, spec.output), spec.operand(weight, other_operand(spec.output))
         with spec.computing(spec.output):
             y = rows @ w if bias is None else torch.baddbmm(bias.to(spec.result).to(w.dtype), rows, w)
@@ -110,7 +110,7 @@ class _BatchedLinear(torch.autograd.Function):
             grad_x = _batched_input_gradient(spec, grad, weight, ctx.x_dtype)
         if ctx.bias_shape is not None and ctx.needs_input_grad[2]:
             wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-            grad_b = unscaled(ctx, wide.sum_to_size(ctx.bias_shape), weight.dtype, ctx.bias)
+            grad_b = unscaled(ctx, wide.sum_to_size(ctx.bias_shape), weight.dtype, None)
         return grad_x, grad_w, grad_b, None, None, None
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from autoprec.formats import is_scaled, other_operand, result_format
 from autoprec.numerics.compilers import is_traced
 from autoprec.numerics.dtypes import dtype_of
+from autoprec.numerics.looked_at import leaf
 from autoprec.numerics.operands import begin, made_in, read_operand, refuse_copies, saved_operand, unscaled
 from autoprec.numerics.packing import Packed, decode
 from autoprec.numerics.products import GemmSpec, rows_times_rows
@@ -92,7 +93,7 @@ class _Linear(torch.autograd.Function):
         kept: Kept | None,
         spec: GemmSpec,
     ) -> Tensor:
-        ctx.has_bias, read = bias is not None, begin(ctx, x, weight, bias, operand, kept, spec)
+        ctx.bias, read = leaf(bias), begin(ctx, x, weight, operand, kept, spec)
         # Detached, because torch lets nobody change a view in place that a custom function returns.
         return rows_times_rows(read, weight, spec.output, spec, spec.result, bias).detach()
 
@@ -111,7 +112,7 @@ class _Linear(torch.autograd.Function):
         del read  # made for this pass, as like as not: it need not be there beside the input's gradient
         if ctx.needs_input_grad[0]:
             grad_x = _input_gradient(spec, flat, weight, ctx.x_dtype).view(*grad.shape[:-1], weight.shape[1])
-        if ctx.has_bias and ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[2]:
             grad_b = unscaled(ctx, _channel_sums(flat, spec.grad_weight), weight.dtype, ctx.bias)
         return grad_x, grad_w, grad_b, None, None, None
 
@@ -151,8 +152,8 @@ class _Conv(torch.autograd.Function):
         spec: GemmSpec,
         options: ConvOptions,
     ) -> Tensor:
-        ctx.has_bias, ctx.options = bias is not None, options
-        read = begin(ctx, x, weight, bias, operand, kept, spec)
+        ctx.bias, ctx.options = leaf(bias), options
+        read = begin(ctx, x, weight, operand, kept, spec)
         w = spec.operand(weight, other_operand(spec.output))
         b = None if bias is None else bias.to(spec.result).to(w.dtype)
         x_read, o = spec.operand(read, spec.output), options
@@ -175,7 +176,7 @@ class _Conv(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             product = _conv_input_gradient(spec, ctx.options, grad, there, ctx.x_shape, weight)
             grad_x = spec.product(product, spec.grad_input, ctx.x_dtype)
-        if ctx.has_bias and ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[2]:
             grad_b = unscaled(ctx, _channel_sums(grad, spec.grad_weight), weight.dtype, ctx.bias)
         return grad_x, grad_w, grad_b, None, None, None, None
 

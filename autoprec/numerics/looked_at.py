@@ -23,13 +23,16 @@ _MOST_THREADS = 2
 #: Squares of smaller numbers, as many as there may be (2^46), have a sum that FP32 holds.
 _LARGEST = 2.0**40
 
-#: Gradients of so many numbers are read in about a quarter of a second: sooner, importing numba would not pay.
+#: Numbers after which numba is imported, which takes half a second. A run that has had so many (80 steps of the suite's
+#: transformer) is taken to go on for the eight times as many whose reading takes as long
+#: (docs/measurements/overhead.md).
 _ENOUGH = 1 << 28
 
 
 @dataclass
 class _Seen:
-    """In this process. `found`: of the backward pass `task`, by parameter; `numbers`: that were cast before numba."""
+    """In this process: autograd calls products, which know of no session. `found`: of the backward pass `task`, by
+    parameter; `numbers`: that could have been looked at."""
 
     task: int = -1
     found: dict[int, tuple[int, int, int]] = field(default_factory=dict)
@@ -64,9 +67,8 @@ def widened(x: Tensor, dtype: torch.dtype, parameter: int | None) -> Tensor:
 def _looks(x: Tensor) -> bool:
     if torch.get_num_threads() > _MOST_THREADS or not elements.serve(x):
         return False
-    if not elements.is_loaded():
-        _seen.numbers += x.numel()
-    return elements.is_loaded() or _seen.numbers > _ENOUGH
+    _seen.numbers += x.numel()
+    return _seen.numbers > _ENOUGH or elements.is_loaded()
 
 
 def is_known(parameter: Tensor, grad: Tensor, task: int) -> bool:

@@ -25,18 +25,12 @@ def read_operand(x: Tensor, operand: Packed | None, spec: GemmSpec) -> Tensor | 
 
 
 def begin(
-    ctx: Any,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    operand: Packed | None,
-    kept: Kept | None,
-    spec: GemmSpec,
+    ctx: Any, x: Tensor, weight: Tensor, operand: Packed | None, kept: Kept | None, spec: GemmSpec
 ) -> Tensor | Packed:
     """The forward pass of a product with a parameter: what it reads; that, or what is kept instead, is saved, if the
     parameter wants a gradient."""
     ctx.spec, ctx.x_dtype, ctx.x_shape = spec, x.dtype, x.shape
-    ctx.weight, ctx.bias = leaf(weight), leaf(bias)
+    ctx.weight = leaf(weight)
     read = read_operand(x, operand, spec)
     _save(ctx, (read if kept is None else kept) if ctx.needs_input_grad[1] else None, weight)
     return read
