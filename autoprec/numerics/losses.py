@@ -66,10 +66,10 @@ class _CrossEntropy(torch.autograd.Function):
         if is_traced(x):
             return _torchs(x, target, weight, options)
         parts = [_losses(x[rows], target[rows], weight, options) for rows in _rows(x)]
-        losses, smooth = (torch.cat(part) for part in zip(*parts, strict=True))
-        result = _reduced(losses, target, weight, total, options)
+        result = _reduced(torch.cat([losses for losses, _ in parts]), target, weight, total, options)
         if not options.label_smoothing:
             return result
+        smooth = torch.cat([sums for _, sums in parts if sums is not None])
         if options.reduction != "none":
             smooth = smooth.sum() if total is None else smooth.sum() / total
         of_target, of_each = _shares(x, options)
@@ -104,12 +104,12 @@ def _shares(x: Tensor, options: LossOptions) -> tuple[float, float]:
     return 1.0 - options.label_smoothing, options.label_smoothing / max(1, x.shape[1])
 
 
-def _losses(x: Tensor, target: Tensor, weight: Tensor | None, options: LossOptions) -> tuple[Tensor, Tensor]:
+def _losses(x: Tensor, target: Tensor, weight: Tensor | None, options: LossOptions) -> tuple[Tensor, Tensor | None]:
     """Of each target: the loss without label smoothing, and with that the sum of those of all classes."""
     logs = torch.log_softmax(x, 1)
     losses = F.nll_loss(logs, target, weight, ignore_index=options.ignore_index, reduction="none")
     if not options.label_smoothing:
-        return losses, losses
+        return losses, None
     sums = logs.sum(1) if weight is None else (logs * _by_class(weight, logs)).sum(1)
     return losses, sums.neg_().masked_fill_(target == options.ignore_index, 0.0)
 
@@ -145,12 +145,16 @@ def _gradient(
     torch's own kernels make it, one after the other."""
     counts = target != options.ignore_index
     at = torch.where(counts, target, 0)
-    of_target, of_each = _shares(logs, options) if options.label_smoothing else (1.0, 0.0)
-    mine, each = ((grad * share if total is None else grad * share / total) for share in (of_target, of_each))
+    of_target, of_each = _shares(logs, options)
+
+    def shared(share: float) -> Tensor:
+        return grad * share if total is None else grad * share / total
+
+    mine = shared(of_target)
     factor = -mine.expand(target.shape) if weight is None else -mine * weight[at]
     factor = torch.where(counts, factor, 0.0).unsqueeze(1)
     arriving = torch.zeros_like(logs).scatter_(1, at.unsqueeze(1), factor)
     if options.label_smoothing:
-        every = torch.where(counts, -each.expand(target.shape), 0.0).unsqueeze(1)
-        arriving = arriving + (every if weight is None else every * _by_class(weight, logs))
+        every = torch.where(counts, -shared(of_each).expand(target.shape), 0.0).unsqueeze(1)
+        arriving += every if weight is None else every * _by_class(weight, logs)
     return torch.ops.aten._log_softmax_backward_data(arriving, logs, 1, logs.dtype)
