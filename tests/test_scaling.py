@@ -50,11 +50,11 @@ def test_gradients_inside_of_a_region_carry_its_scale_and_calibrations_do_not() 
     assert Judge(plan, graph, lost, LIMITS, before=before, scaling="global").verdicts() == ()
 
 
-@pytest.mark.parametrize("factor_log2", [-40, -28, 3, 4, 12])
+@pytest.mark.parametrize("factor_log2", [-40, -23, 5, 9, 12])
 def test_gradients_of_another_size_get_another_scale(factor_log2: int) -> None:
-    """2^3 is no overflow yet, but less than an octave below one."""
-    graph, plan, y = region_of_one(10)
-    own = {X: NORMAL, y: NORMAL * 2.0**10}
+    """2^5 is no overflow yet, but less than four octaves below one."""
+    graph, plan, y = region_of_one(5)
+    own = {X: NORMAL, y: NORMAL * 2.0**5}
 
     def of(factor: float) -> Profile:
         found = (TensorProfile(id=t, values=seen(NORMAL)[0], gradients=seen(g * factor)[0]) for t, g in own.items())
@@ -65,10 +65,10 @@ def test_gradients_of_another_size_get_another_scale(factor_log2: int) -> None:
     assert Judge(plan, graph, of(1.0), LIMITS, before=before).with_better_scales()[0].plan is plan
     judge = Judge(plan, graph, of(2.0**factor_log2), LIMITS, before=before)
     better, (change,) = judge.with_better_scales()
-    assert (change.was.scale_log2, change.now.scale_log2) == (10, 10 - factor_log2) and change.verdict.evidence
-    assert better.plan.regions[0].scale_log2 == 10 - factor_log2 and better.verdicts() == ()
+    assert (change.was.scale_log2, change.now.scale_log2) == (5, 5 - factor_log2) and change.verdict.evidence
+    assert better.plan.regions[0].scale_log2 == 5 - factor_log2 and better.verdicts() == ()
     assert better.plan.assignments == plan.assignments
-    if factor_log2 != 3:
+    if factor_log2 != 5:
         assert judge.verdicts() != ()
     for scaling in ("none", "global"):
         other = Judge(plan, graph, of(2.0**factor_log2), LIMITS, before=before, scaling=scaling)
@@ -140,9 +140,9 @@ def grow(factors_log2: list[float], policy: autoprec.Policy) -> tuple[autoprec.S
 
 
 def test_within_a_window_scales_follow_and_the_window_goes_on() -> None:
-    """Two octaves a window of eight steps, in one that nobody judges before its end: an octave before an overflow."""
+    """An octave from one observed step to the next, in a window that nobody judges before its end."""
     policy = half(monitor={"window_steps": 40, "interval_steps": 2, "cooldown_windows": 2})
-    session, errors, _ = grow([0.0] * 3 + [k / 4.0 for k in range(60)], policy)
+    session, errors, _ = grow([0.0] * 3 + [k / 2.0 for k in range(60)], policy)
     kinds = [e.kind for e in session.events]
     assert not {"promoted", "bad_step"} & set(kinds) and max(errors) < 0.03
     shifts = [e.step for e in session.events if e.kind == "rescaled"]
@@ -177,7 +177,7 @@ def test_a_run_whose_gradients_change_by_thousands_keeps_fp16(direction: int) ->
 
 
 def test_a_jump_of_the_gradients_costs_a_step_and_the_rest_of_the_region_gets_a_smaller_scale() -> None:
-    calm, session = grow([0.0] * 5, half())[0].plan, grow([0.0] * 5 + [5.0] * 3, half())[0]
+    calm, session = grow([0.0] * 5, half())[0].plan, grow([0.0] * 5 + [10.0] * 3, half())[0]
     (lost, *_), plan = [e for e in session.events if e.kind == "bad_step"], session.plan
     assert calm is not None and plan is not None and lost.role != "output" and session.skipped_steps <= 2
     before = {op: r.scale_log2 for r in calm.regions for op in r.ops}
@@ -188,20 +188,11 @@ def test_a_plan_that_is_made_again_keeps_the_scales_that_suit() -> None:
     """Its own first, so that a plan that comes back is the same; then those that run; then the best."""
     graph, plan, y = region_of_one(10)
     again = replace(plan, regions=(replace(plan.regions[0], scale_log2=12),))
-    for amax, scale_log2 in (
-        (1.0, 12),
-        (7.9, 12),
-        (0.01, 12),
-        (10.0, 10),
-        (30.0, 10),
-        (40.0, 7),
-        (0.003, 21),
-        (0.0, 12),
-    ):
+    for amax, scale_log2 in ((0.99, 12), (0.001, 12), (1.5, 10), (3.9, 10), (40.0, 2), (2e-5, 23), (0.0, 12)):
         found = adapted(again, plan, graph, {X: amax / 2.0, y: amax})
         assert found.regions[0].scale_log2 == scale_log2, amax
     other = replace(plan, regions=())
-    assert adapted(again, other, graph, {X: 10.0, y: 10.0}).regions[0].scale_log2 == 9  # nothing runs: the best
+    assert adapted(again, other, graph, {X: 10.0, y: 10.0}).regions[0].scale_log2 == 4  # nothing runs: the best
 
 
 def test_a_sum_that_nobody_has_seen_gets_no_larger_scale() -> None:
@@ -212,5 +203,5 @@ def test_a_sum_that_nobody_has_seen_gets_no_larger_scale() -> None:
     weight = f"param:{graph.ops[0].weights[0]}"
     plan, small = plan_in(graph, "fp16", 10), {X: 1e-5, graph.ops[0].outputs[0]: 1e-5}
     assert rescaled(plan, graph, small).regions[0].scale_log2 == 10
-    assert rescaled(plan, graph, {**small, weight: 1e-3}).regions[0].scale_log2 == 22
-    assert rescaled(plan, graph, {t: 100.0 for t in small}).regions[0].scale_log2 == 6
+    assert rescaled(plan, graph, {**small, weight: 1e-3}).regions[0].scale_log2 == 17
+    assert rescaled(plan, graph, {t: 100.0 for t in small}).regions[0].scale_log2 == 1

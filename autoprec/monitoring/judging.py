@@ -106,7 +106,7 @@ class Judge:
         return better, tuple(Rescaled(verdict=v, was=was, now=now) for v, was, now in pairs if v is not None)
 
     def _near(self) -> Iterator[Verdict]:
-        """Gradients that are within an octave of FP16's largest number, in the order in which they arrive."""
+        """Gradients that have come too near to FP16's largest number, in the order in which they arrive."""
         for op in reversed(self.graph.ops):
             for read in self._reads(op):
                 if read.what == "gradient" and read.format == "fp16" and self._room_log2(read) < LEAST_ROOM_LOG2:

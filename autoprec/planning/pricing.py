@@ -20,15 +20,17 @@ __all__ = ["Prices", "fp16_gradient_scale_log2"]
 #: 2e-3); under 1000, which is to bind nothing, an error as large as the gradient.
 _LEAST_SPREAD = 1e-6
 
-#: FP16 gradients are scaled so that amax stays this many octaves below the largest value.
-_MARGIN_LOG2 = 3
+#: FP16 gradients are scaled so that amax stays this many octaves below the largest value. What arrives between two
+#: observed steps was up to five octaves larger than what was observed; up to sixteen cost no gradient its precision
+#: (python -m tests.room_study, docs/measurements/room.md).
+ROOM_LOG2 = 8
 
 
 def fp16_gradient_scale_log2(amax: float) -> int:
-    """Largest s with amax·2^s ≤ 65504/8; 0 if there is nothing to scale; within ±126."""
+    """Largest s with amax·2^s ≤ 65504/256; 0 if there is nothing to scale; within ±126."""
     if amax <= 0.0 or not math.isfinite(amax):
         return 0
-    _, exponent = math.frexp(FP16.max_value / 2**_MARGIN_LOG2 / amax)
+    _, exponent = math.frexp(FP16.max_value / 2**ROOM_LOG2 / amax)
     return max(-126, min(126, exponent - 1))
 
 

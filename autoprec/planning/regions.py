@@ -19,7 +19,7 @@ def fp16_regions(
 
     Two ops are connected if both make or read the same root tensor in FP16. An op with FP16 only in its gradient roles
     is a region of its own. The scale is the largest power of two that keeps the largest gradient seen at the region's
-    tensors three octaves below FP16's maximum; parameters are among them where the sum over rows that their gradient is
+    tensors eight octaves below FP16's maximum; parameters are among them where the sum over rows that their gradient is
     comes out in FP16 as well: those that pointwise ops read (a norm's gain, written by hand), and weights of products
     whose gradient FP16 makes.
     """
@@ -73,7 +73,7 @@ def _region(ops: list[Op], graph: OpGraph, prices: Prices, format_of: dict[tuple
     amax, where = max(found, default=(0.0, ""))
     scale = fp16_gradient_scale_log2(amax)
     reason = (
-        f"largest gradient {amax:.3g} (at {where}) times 2^{scale} is at most 65504/8"
+        f"largest gradient {amax:.3g} (at {where}) times 2^{scale} is at most 65504/256"
         if amax > 0.0
         else ("no gradient was observed here, so none is scaled")
     )
