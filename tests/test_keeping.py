@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import autoprec
 from autoprec.execution.measuring import saved_bytes
 from autoprec.graphs import Role
+from autoprec.numerics.casts import cast
 from autoprec.numerics.keeping import cast_of_kept, keep_in, keeping, open_cell
 from autoprec.numerics.packing import decode
-from autoprec.plans import Assignment, Plan, Storage
+from autoprec.plans import Assignment, Plan, Region, Storage
 
 Body = Callable[[Tensor, Tensor], Tensor]
 
@@ -367,29 +369,34 @@ def test_a_tensor_and_its_cast_are_kept_once(storage: str) -> None:
     its cast."""
     x = torch.randn(4, 8, requires_grad=True)
     cell = open_cell(x, storage)
-    y = cast_of_kept(x, cell, torch.bfloat16)
+    y = cast_of_kept(x, cell, cast, torch.bfloat16)
     mine, of_cast = cell.part(x), cell.part(y.t())
     assert mine is not None and of_cast is not None and of_cast.payload.data_ptr() == mine.payload.data_ptr()
     assert torch.equal(decode(of_cast, torch.float32), decode(mine, torch.float32).t())
-    transposed = cast_of_kept(x.t(), cell, torch.float16)
+    transposed = cast_of_kept(x.t(), cell, cast, torch.float16)
     assert keep_in(cell, transposed, storage).payload.data_ptr() == mine.payload.data_ptr()
-    for other in (x[:2].to(torch.bfloat16), x.t().contiguous(), cast_of_kept(x[:, :4], cell, torch.bfloat16)):
+    for other in (x[:2].to(torch.bfloat16), x.t().contiguous(), cast_of_kept(x[:, :4], cell, cast, torch.bfloat16)):
         assert cell.part(other).payload.data_ptr() != mine.payload.data_ptr()
     changing = torch.randn(4, 8)
     cell = open_cell(changing, storage)
-    before = keep_in(cell, cast_of_kept(changing, cell, torch.bfloat16), storage)
+    before = keep_in(cell, cast_of_kept(changing, cell, cast, torch.bfloat16), storage)
     changing.mul_(2.0)
     after = keep_in(cell, changing, storage)
     assert torch.equal(decode(after, torch.bfloat16), 2.0 * decode(before, torch.bfloat16))
 
 
+@pytest.mark.parametrize("narrow", [{":matmul#1": "bf16"}, {":gelu#0": "fp16"}, {":matmul#0": "fp16", ":gelu#0": "fp16"}])
 @pytest.mark.parametrize("storage", ["bf16", "fp8_e4m3"])
-def test_what_ops_in_two_formats_keep_is_kept_once(storage: str) -> None:
-    """A product in BF16 and a pointwise op in FP32 read one tensor; beside it nothing of its size is held."""
-    model = Ops(lambda h, _: F.gelu(h) + h @ torch.ones(8, 1))
+def test_what_ops_in_two_formats_keep_is_kept_once(storage: str, narrow: dict[str, str]) -> None:
+    """A product and pointwise ops read one tensor, some of them a cast of it, into an FP16 region with a gradient scale
+    or out of one among others; beside it nothing of its size is held."""
+    model = Ops(lambda h, _: F.gelu(h) + F.silu(h) + h @ torch.ones(8, 1))
     x = torch.randn(512, 6)
-    formats = {":gelu#0": "fp32", ":matmul#0": "fp32", ":matmul#1": "bf16", ":add#0": "fp32"}
-    autoprec.compile(model, plan=plan_of(storage, ":matmul#0", formats=formats), events=None)
+    formats = dict.fromkeys((":gelu#0", ":silu#0", ":matmul#0", ":matmul#1", ":add#0", ":add#1"), "fp32") | narrow
+    inside = tuple(op for op, fmt in narrow.items() if fmt == "fp16")
+    regions = (Region(ops=inside, scale_log2=8, reason="test"),) if inside else ()
+    plan = replace(plan_of(storage, ":matmul#0", formats=formats), regions=regions)
+    autoprec.compile(model, plan=plan, events=None)
     model(x)
     seen: dict[int, int] = {}
 

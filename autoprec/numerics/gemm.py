@@ -21,7 +21,7 @@ from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.looked_at import leaf
 from autoprec.numerics.operands import begin, made_in, read_operand, refuse_copies, saved_operand, unscaled
 from autoprec.numerics.packing import Packed, decode
-from autoprec.numerics.products import GemmSpec, rows_times_rows
+from autoprec.numerics.products import GemmSpec, operands_product, rows_times_rows
 from autoprec.numerics.remaking import Kept
 
 __all__ = [
@@ -118,23 +118,38 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradient(spec: GemmSpec, grad: Tensor, read: Tensor | Packed, dtype: torch.dtype) -> Tensor:
-    columns = _columns(read, spec, other_operand(spec.grad_weight))
-    product = rows_times_rows(spec.gradient(grad, spec.grad_weight).t(), columns, spec.grad_weight, spec, dtype)
-    return spec.product(product, spec.grad_weight, dtype)
+    fmt = spec.grad_weight
+    if is_scaled(fmt):  # with a scale for each row of the product's operands, or for all
+        return rows_times_rows(grad.t(), _columns(read, spec, other_operand(fmt)), fmt, spec, dtype)
+    return spec.product(_weight_product(spec, grad, read, dtype).to(dtype), fmt, dtype)
+
+
+def _weight_product(spec: GemmSpec, grad: Tensor, read: Tensor | Packed, dtype: torch.dtype) -> Tensor:
+    """A function of its own, as the next one is, so that what it makes on the way is gone when it returns. Each operand
+    is rounded by itself, so that where it is upcast the narrow one is gone before the next is made."""
+    g = spec.operand(spec.gradient(grad, spec.grad_weight), spec.grad_weight)
+    x = rows_of(spec.operand(read, other_operand(spec.grad_weight)))
+    return operands_product(g.t(), x, spec.grad_weight, spec, dtype)
 
 
 def _input_gradient(spec: GemmSpec, grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A function of its own, so that what it makes on the way is gone when it returns."""
-    g = spec.gradient(grad, spec.grad_input)
-    made = torch.float32 if spec.shifts(spec.grad_input) and g.is_cuda else dtype  # there as it was accumulated
-    product = rows_times_rows(g, weight.t(), spec.grad_input, spec, made)
-    return spec.product(product, spec.grad_input, dtype)
+    fmt = spec.grad_input
+    made = torch.float32 if spec.shifts(fmt) and grad.is_cuda else dtype  # there as it was accumulated
+    if is_scaled(fmt):
+        return rows_times_rows(grad, weight.t(), fmt, spec, made)
+    return spec.product(_input_product(spec, grad, weight, made).to(made), fmt, dtype)
+
+
+def _input_product(spec: GemmSpec, grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    g = spec.operand(spec.gradient(grad, spec.grad_input), spec.grad_input)
+    return operands_product(g, spec.operand(weight, other_operand(spec.grad_input)), spec.grad_input, spec, dtype)
 
 
 def _columns(x: Tensor | Packed, spec: GemmSpec, fmt: str) -> Tensor | Packed:
-    """Columns as rows, (…, K) → (K, M): the second operand of a weight's gradient. One scale serves them too."""
+    """Columns as rows, (…, K) → (K, M): the second operand of a weight's gradient, in a format with a scale. One scale
+    serves them too."""
     if isinstance(x, Packed) and (x.format != fmt or spec.rowwise):
-        x = decode(x, spec.wide(x.format) if is_scaled(fmt) else dtype_of(fmt))
+        x = decode(x, spec.wide(x.format))
     if not isinstance(x, Packed):
         return rows_of(x).t()
     return x._replace(payload=rows_of(x.payload).t())
@@ -201,9 +216,9 @@ def _places_read(o: ConvOptions, x: Tensor | Packed, weight: Tensor) -> tuple[Te
 def _conv_weight_gradient(
     spec: GemmSpec, options: ConvOptions, grad: Tensor, read: Tensor | Packed, weight: Tensor
 ) -> Tensor:
+    g = spec.operand(spec.gradient(grad, spec.grad_weight), spec.grad_weight)
     x = spec.operand(read, other_operand(spec.grad_weight))
     w = torch.empty_like(weight, dtype=x.dtype)  # its shape is all that its own gradient takes of it
-    g = spec.operand(spec.gradient(grad, spec.grad_weight), spec.grad_weight)
     with spec.computing(spec.grad_weight):
         return _conv_backward(options, g, x, w, 1)
 
@@ -216,8 +231,8 @@ def _conv_input_gradient(
     The input's values do not enter its own gradient, only its shape does: where it is not there, or in another format,
     which would take a copy, the adjoint convolution is asked for, which is the same kernel.
     """
-    w = spec.operand(weight, other_operand(spec.grad_input))
     g = spec.operand(spec.gradient(grad, spec.grad_input), spec.grad_input)
+    w = spec.operand(weight, other_operand(spec.grad_input))
     with spec.computing(spec.grad_input):
         if (places := _places(o, weight)) is not None:
             made = g.new_zeros(shape)

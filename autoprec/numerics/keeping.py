@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autoprec.numerics.casts import cast
 from autoprec.numerics.compilers import hooks_in_graph, is_traced, saved_for_backward
 from autoprec.numerics.packing import Packed, decode, encode
 
@@ -185,9 +184,9 @@ def open_cell(x: Tensor | None, storage: str, tensor: str = "") -> Cell:
     return cell
 
 
-def cast_of_kept(x: Tensor, cell: Cell, dtype: torch.dtype) -> Tensor:
-    """`cast(x, dtype)` of a tensor that is kept in a cell: what keeps the cast shares the narrow copy."""
-    y = cast(x, dtype)
+def cast_of_kept(x: Tensor, cell: Cell, make: Callable[..., Tensor], *how: Any) -> Tensor:
+    """`make(x, *how)`, a cast of a tensor that is kept in a cell: what keeps the cast shares the narrow copy."""
+    y = make(x, *how)
     cell.is_cast(x, y)
     return y
 

@@ -24,7 +24,7 @@ from autoprec.numerics.packing import Packed, decode, encode
 from autoprec.numerics.rounding import rounded
 from autoprec.numerics.switches import tf32_products
 
-__all__ = ["GemmSpec", "rows_times_rows"]
+__all__ = ["GemmSpec", "operands_product", "rows_times_rows"]
 
 #: What CUDA's FP8 kernels want the sizes of an operand's rows and of the result's rows to be multiples of.
 _FP8_MULTIPLE = 16
@@ -122,10 +122,17 @@ def _product(
 ) -> Tensor:
     """The same as the device gives it. What is made of the operands is gone when it returns, and the result is cast."""
     left, right = spec.operand(a, fmt), spec.operand(b, other_operand(fmt))
+    return operands_product(left, right.t(), fmt, spec, dtype, bias)
+
+
+def operands_product(
+    left: Tensor, right: Tensor, fmt: str, spec: GemmSpec, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """left·right (+ bias) of two of `GemmSpec.operand`, as the device gives it; in `dtype` where that costs nothing."""
     if left.is_cuda and dtype is torch.float32 and left.dtype is not torch.float32 and bias is None:
-        return torch.mm(left, right.t(), out_dtype=torch.float32)  # as it was accumulated
+        return torch.mm(left, right, out_dtype=torch.float32)  # as it was accumulated
     with spec.computing(fmt):
-        return left @ right.t() if bias is None else F.linear(left, right, bias.to(spec.result).to(left.dtype))
+        return left @ right if bias is None else F.linear(left, right.t(), bias.to(spec.result).to(left.dtype))
 
 
 def scaled_product(a: Packed, b: Packed, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

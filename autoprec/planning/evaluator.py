@@ -32,6 +32,9 @@ def objective_of(problem: Problem, seconds: float, saved_bytes: float, noise: fl
 
 _GRADIENTS = "gradients of activations"
 
+#: Source, target, elements.
+_Cast = tuple[str, str, int]
+
 
 class Step:
     """A simulated step, or parts of one: seconds, and the bytes that each interval of moments holds."""
@@ -224,19 +227,18 @@ class Step:
         x, out, read = gemm.x_numel, gemm.out_numel, self.format_kept(gemm)
         beside = held_as(other_operand(self.format(gemm.grad_weight)))
         # A product in FP8 makes its copies of gradients and weights itself: they are in its own seconds.
-        of_input = [(made, h, out, h), (h, made, x, h)] if gemm.has_grad_input else []
+        of_input = [(made, h, out)] if gemm.has_grad_input else []
         if gemm.operands_numel:
             again = held_as(other_operand(self.format(gemm.grad_input)))
-            of_input.append((self.copy(gemm.output), again, gemm.operands_numel, again))
-        of_weight = [(made, g, out, g), (read, beside, gemm.read_numel, beside)] if gemm.has_grad_weight else []
-        held = []
-        for unit, casts in ((gemm.grad_input, of_input), (gemm.grad_weight, of_weight)):
-            needed = [(source, target, numel, f) for source, target, numel, f in casts if source != target]
-            self.seconds += sum(p.cast_seconds(source, target, numel) for source, target, numel, _ in needed)
-            own = self.problem.units[unit].workspace[self.options[unit]]
-            held.append(own + sum(numel * bytes_of(f) for _, _, numel, f in needed))
+            of_input.append((self.copy(gemm.output), again, gemm.operands_numel))
+        of_weight = [(made, g, out), (read, beside, gemm.read_numel)] if gemm.has_grad_weight else []
+        held = [self.product(gemm, gemm.grad_input, of_input), self.product(gemm, gemm.grad_weight, of_weight)]
         if gemm.has_grad_input and h != made:  # the input's gradient is cast when all else is gone
-            held[0] = max(held[0] - x * bytes_of(made), x * bytes_of(h))
+            self.seconds += p.cast_seconds(h, made, x)
+            held[0] = max(held[0] + x * (bytes_of(h) - bytes_of(made)), x * bytes_of(h))
+        # Before an emulated product there is nothing yet of what it gives.
+        held[0] = max(held[0], _before(gemm, of_input) - x * bytes_of(made))
+        held[1] = max(held[1], _before(gemm, of_weight) - 4 * gemm.weight_numel)
         if self.storage_of(gemm) == RECOMPUTED:
             there, made_of = (size * bytes_of(self.format_kept(gemm)) for size in p.remade_for(gemm))
             held[1] += there
@@ -249,6 +251,15 @@ class Step:
         if plain and gemm.summed is not None:
             then = p.backward(gemm.summed[0])
             self.hold(f"sum of gradients of the weight of {gemm.op}", "workspace", then, then, gemm.summed[1])
+
+    def product(self, gemm: Gemm, unit: int, casts: Sequence[_Cast]) -> int:
+        """Bytes of a product of a GEMM's backward pass, and of its operands' casts; seconds of the latter."""
+        size = self.problem.units[unit].workspace[self.options[unit]]
+        for source, target, numel in casts:
+            self.seconds += self.problem.cast_seconds(source, target, numel)
+            if source != target and target not in gemm.emulated:
+                size += numel * bytes_of(target)
+        return size
 
     def loss_variance(self) -> float:
         """E(δL)² per step over all rounding events."""
@@ -302,6 +313,16 @@ class Step:
             return total + sum(energy for f, energy in gemm.stored_noise if f == storage)
         read = {self.copy(gemm.output), made, other_operand(g), self.result(self.problem.tensors[gemm.x].born)}
         return total + sum(energy for f, energy in gemm.x_noise if f in read)
+
+
+def _before(gemm: Gemm, casts: Sequence[_Cast]) -> int:
+    """Most bytes before an emulated product: a cast, beside the FP32 copy of it and those of the operands before it."""
+    copies = most = 0
+    for source, target, numel in casts:
+        if source != target and target in gemm.emulated:
+            most = max(most, copies + numel * (4 + bytes_of(target)))
+        copies += 4 * numel
+    return most
 
 
 def evaluate(problem: Problem, choice: Choice) -> Evaluation:

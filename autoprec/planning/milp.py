@@ -16,7 +16,7 @@ multiplied by 10⁴, so that the solver's absolute tolerances (10⁻⁶) are har
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,23 @@ _Held = tuple[Linear, int]
 _DemandKey = tuple[Any, ...]
 
 
+class _Cast(NamedTuple):
+    """A cast that is made or not, to a format."""
+
+    made: Linear
+    format: str
+    numel: int
+
+    @property
+    def held(self) -> _Held:
+        """What it makes."""
+        return self.made, self.numel * bytes_of(self.format)
+
+
+#: Elements of an operand, and the casts that may be made of it.
+_Operand = tuple[int, list[_Cast]]
+
+
 class Program(Holding):
     """The program of a problem."""
 
@@ -54,7 +71,8 @@ class Program(Holding):
         self._live: dict[_DemandKey, dict[str, Linear]] = {}
         self.workspace: dict[int, list[_Held]] = {}
         self.remade: dict[int, dict[str, Linear]] = {}
-        self.of_gemm: dict[int, tuple[list[_Held], list[_Held]]] = {}
+        #: By GEMM, of the operands of its two products in the order in which they are cast.
+        self.of_gemm: dict[int, tuple[list[_Operand], list[_Operand]]] = {}
         self.result_casts: dict[int, tuple[list[_Held], list[_Held]]] = {}
         primary, secondary = OBJECTIVE_SCALE, OBJECTIVE_SCALE * SECONDARY
         time, space = (primary, secondary) if problem.objective == "time" else (secondary, primary)
@@ -122,12 +140,10 @@ class Program(Holding):
         *,
         back: bool,
         runs: int = 1,
-        held: list[_Held] | None = None,
         spared: Linear | None = None,
-    ) -> None:
-        """Casts shared by all targets that read the same format: Σ_f c[f→g] ≥ y[target, g] − y[source, g]. What they
-        make is added to `held`."""
-        p = self.problem
+    ) -> list[_Cast]:
+        """Casts shared by all targets that read the same format: Σ_f c[f→g] ≥ y[target, g] − y[source, g]."""
+        p, casts = self.problem, list[_Cast]()
         source, targets = self._plain(source), [*map(self._plain, targets)]
         others = [t for t in dict.fromkeys(targets) if t != source]
         for g in dict.fromkeys(f for t in others for f in self.formats(t)):
@@ -149,8 +165,8 @@ class Program(Holding):
                 if spared is not None:
                     need.add(spared, -1.0)
                 self.at_most(need.add(total, -1.0), 0.0)
-            if held is not None:
-                held.append((total, numel * bytes_of(g)))
+            casts.append(_Cast(total, g, numel))
+        return casts
 
     def _tensors(self) -> None:
         p = self.problem
@@ -190,7 +206,7 @@ class Program(Holding):
         for saver in t.others:
             read = self._read(binary, storage, copy_of(saver.unit), saver.numel)
             if not saver.in_pieces:
-                self.workspace.setdefault(p.phase(p.backward(saver.moment)), []).extend(read)
+                self.workspace.setdefault(p.phase(p.backward(saver.moment)), []).extend(cast.held for cast in read)
             apart = [held for held in p.apart(saver) if held[-1]]
             if not apart:
                 continue
@@ -200,38 +216,39 @@ class Program(Holding):
                 for phase in range(first, last + 1):
                     self.workspace.setdefault(phase, []).append((wide, more))
 
-    def _read(self, binary: int, storage: str, unit: int | None, numel: int) -> list[_Held]:
+    def _read(self, binary: int, storage: str, unit: int | None, numel: int) -> list[_Cast]:
         """What reading a narrow copy in the unit's format costs, if it is there; what it makes."""
         seconds = {f: self.problem.cast_seconds(storage, f, numel) for f in self.formats(unit)}
         made = self._one_of(binary, unit, seconds).items()
-        return [(read, numel * bytes_of(f)) for f, read in made if f != storage]
+        return [_Cast(read, f, numel) for f, read in made if f != storage]
 
     def _gemm_casts(self, gemm: Gemm) -> None:
         p = self.problem
         of_input, of_weight = self.of_gemm[gemm.number] = ([], [])
         made, h, g = (result_of(u) for u in (gemm.output, gemm.grad_input, gemm.grad_weight))
         if gemm.has_grad_input:
-            self._casts_to(made, [h], gemm.out_numel, back=False, held=of_input)
+            of_input.append((gemm.out_numel, self._casts_to(made, [h], gemm.out_numel, back=False)))
             self.result_casts[gemm.number] = self._result_casts(gemm)
         if gemm.operands_numel:
-            again = copy_of(other_operand_of(gemm.grad_input))
-            self._casts_to(copy_of(gemm.output), [again], gemm.operands_numel, back=False, held=of_input)
+            numel, again = gemm.operands_numel, copy_of(other_operand_of(gemm.grad_input))
+            of_input.append((numel, self._casts_to(copy_of(gemm.output), [again], numel, back=False)))
         if not gemm.has_grad_weight:
             return
         spared = self._stores(gemm)
-        self._casts_to(made, [g], gemm.out_numel, back=False, held=of_weight)
+        of_weight.append((gemm.out_numel, self._casts_to(made, [g], gemm.out_numel, back=False)))
         beside = copy_of(other_operand_of(gemm.grad_weight))
         numel = gemm.read_numel
-        self._casts_to(copy_of(gemm.output), [beside], numel, back=False, held=of_weight, spared=spared)
+        read = self._casts_to(copy_of(gemm.output), [beside], numel, back=False, spared=spared)
+        of_weight.append((numel, read))
         if spared is not None:
             x = p.tensors[gemm.x]
             for storage in x.storages:
                 binary = self.s[gemm.x, storage]
                 if storage == RECOMPUTED:
                     other = Linear(1.0).add(binary, -1.0)
-                    self._casts_to(result_of(x.born), [beside], numel, back=False, held=of_weight, spared=other)
+                    read += self._casts_to(result_of(x.born), [beside], numel, back=False, spared=other)
                 else:
-                    of_weight += self._read(binary, storage, beside, numel)
+                    read += self._read(binary, storage, beside, numel)
 
     def _result_casts(self, gemm: Gemm) -> tuple[list[_Held], list[_Held]]:
         """The input's gradient, made in the grad_input format, goes back in the format in which the input was read:
@@ -372,7 +389,7 @@ class Program(Holding):
         )
         of_input, of_weight = self.of_gemm[gemm.number]
         cast, later = self.result_casts.get(gemm.number, ([], []))  # when all else is gone
-        plain = self._plain_product(gemm)
+        plain, made = self._plain_product(gemm), result_of(gemm.output)
         mixed = {f: Linear().add(self.is_in(gemm.output, f)) for f in self.formats(gemm.output)}
         mixed["fp32"] = mixed.get("fp32", Linear()).add(plain, -1.0)
         order = [(case, p.one_after_the_other(gemm, f, plain=False)) for f, case in mixed.items()]
@@ -381,10 +398,15 @@ class Program(Holding):
         late = [(case, -float(not_there)) for case, (_, not_there) in order]
         own, read = p.remade_for(gemm)
         again = self.remade.get(gemm.x, {}).items()
-        phases = [[*own_input, *of_input, *cast, *((e, -size) for e, size in later), *early], [*cast, *early],
-                  [*own_weight, *of_weight, *((e, float(own * bytes_of(f))) for f, e in again), *late]]  # fmt: skip
+        late += [(e, float(own * bytes_of(f))) for f, e in again]
+        gives_input = [(self.is_in(made, f), -float(gemm.x_numel * bytes_of(f))) for f in self.formats(made)]
+        gives_weight = [(Linear(1.0), -4.0 * gemm.weight_numel)]
+        phases = [[*own_input, *_lasting(gemm, of_input), *cast, *((e, -size) for e, size in later), *early],
+                  [*cast, *early], [*own_weight, *_lasting(gemm, of_weight), *late],
+                  *([brief, *gives_input, *early] for brief in _before(gemm, of_input)),
+                  *([brief, *gives_weight, *late] for brief in _before(gemm, of_weight))]  # fmt: skip
         if read:
-            phases.append([*((e, float((own + read) * bytes_of(f))) for f, e in again), *late])
+            phases.append([*((e, float(read * bytes_of(f))) for f, e in again), *late])
         most = max(sum(size for _, size in phase if size > 0.0) for phase in phases)
         larger = self.variable(0.0)
         for phase in phases if most else ():
@@ -407,3 +429,19 @@ class Program(Holding):
         """The choice that a solver's answer stands for."""
         options = tuple(int(np.argmax(x[unit])) for unit in self.y)
         return Choice(options=options, stored=frozenset(key for key, k in self.s.items() if x[k] > 0.5))
+
+
+def _lasting(gemm: Gemm, operands: list[_Operand]) -> list[_Held]:
+    """Casts that are there while the product is made."""
+    return [cast.held for _, casts in operands for cast in casts if cast.format not in gemm.emulated]
+
+
+def _before(gemm: Gemm, operands: list[_Operand]) -> list[_Held]:
+    """Before an emulated product: a cast, beside the FP32 copy of it and those of the operands before it."""
+    found, copies = list[_Held](), 0
+    for numel, casts in operands:
+        for cast in casts:
+            if cast.format in gemm.emulated:
+                found.append((cast.made, copies + numel * (4 + bytes_of(cast.format))))
+        copies += 4 * numel
+    return found

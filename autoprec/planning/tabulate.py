@@ -26,8 +26,8 @@ __all__ = ["Tabulated"]
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
 
-#: Source, target, elements, and whose size the result has.
-_Cast = tuple[_Ints, _Ints, _Floats, _Ints]
+#: Source, target, elements.
+_Cast = tuple[_Ints, _Ints, _Floats]
 
 
 class Tabulated(Recorder):
@@ -281,10 +281,12 @@ class Tabulated(Recorder):
             unit = p.units[index]
             sizes = dict(zip(unit.options, unit.workspace, strict=True))
             workspace += self._vector((f, float(sizes.get(f, 0))) for f in unit.options)
-        present = (storage is not None, gemm.has_grad_input, gemm.has_grad_weight, gemm.operands_numel > 0)
+        number = self.decisions.number
+        emulated = tuple(number[f] for f in gemm.emulated if f in number)
+        present = (storage is not None, gemm.has_grad_input, gemm.has_grad_weight, gemm.operands_numel > 0, emulated)
         summed_at, summed = gemm.summed or (gemm.moment, 0)
         figures = [gemm.x_numel, gemm.out_numel, gemm.operands_numel, p.phase(p.backward(gemm.moment)), *workspace,
-                   *p.remade_for(gemm), gemm.weight_bytes, gemm.read_numel, *gemm.plain_extra,
+                   gemm.weight_numel, *p.remade_for(gemm), gemm.weight_bytes, gemm.read_numel, *gemm.plain_extra,
                    p.phase(p.backward(summed_at)), summed]  # fmt: skip
         born = of(p.tensors[gemm.x].born)
         again = born if storage is not None and p.tensors[gemm.x].remaking is not None else -1
@@ -296,7 +298,7 @@ class Tabulated(Recorder):
                           *self._vector(gemm.stored_noise, limit)])  # fmt: skip
 
     def _gemms(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
-        places, stored, has_input, has_weight, reads_again = pattern.reads
+        places, stored, has_input, has_weight, reads_again, emulated = pattern.reads
         own, h, g, kept, born = (entries.format(place) for place in places)
         again = kept == self._again
         kept = np.where(again, self._result[born], kept)
@@ -308,23 +310,29 @@ class Tabulated(Recorder):
         of_weight: list[_Cast] = []
         if has_input:
             back = self._result[h]
-            of_input = [(made, back, out, back), (back, made, x, back)]
+            of_input = [(made, back, out)]
         if reads_again:
-            other = self._copy[self._beside[h]]
-            of_input.append((self._copy[own], other, operands, other))
+            of_input.append((self._copy[own], self._copy[self._beside[h]], operands))
         if has_weight:
-            to, read = self._result[g], np.where(there, kept, self._copy[own])
-            of_weight = [(made, to, out, to), (read, beside, figures[-5], beside)]
-        seconds, held = np.zeros((len(scopes), entries.count)), []
+            read = np.where(there, kept, self._copy[own])
+            of_weight = [(made, self._result[g], out), (read, beside, figures[-5])]
+        seconds, held, before = np.zeros((len(scopes), entries.count)), [], []
         for size, casts in ((figures[4 : 4 + n][h].T, of_input), (figures[4 + n : 4 + 2 * n][g].T, of_weight)):
-            for source, target, numel, size_of in casts:
-                on = source != target
+            most, copies = np.zeros_like(seconds), 0.0
+            for source, target, numel in casts:
+                on, brief = source != target, np.isin(target, emulated)
                 seconds += np.where(on, self._cast(source, target, numel), 0.0)
-                size = size + numel[:, None] * width[size_of] * on
+                size = size + numel[:, None] * width[target] * (on & ~brief)
+                most = np.maximum(most, (copies + numel[:, None] * (4.0 + width[target])) * (on & brief))
+                copies = copies + 4.0 * numel[:, None]
             held.append(size)
+            before.append(most)
         if has_input:  # the result is cast when all else is gone
-            alone = np.maximum(held[0] - x[:, None] * width[made], x[:, None] * width[back])
+            seconds += np.where(made != back, self._cast(back, made, x), 0.0)
+            alone = np.maximum(held[0] + x[:, None] * (width[back] - width[made]), x[:, None] * width[back])
             held[0] = np.where(made != back, alone, held[0])
+        held[0] = np.maximum(held[0], before[0] - x[:, None] * width[made])
+        held[1] = np.maximum(held[1], before[1] - 4.0 * figures[4 + 2 * n][:, None])
         plain = (own == 0) & (h == 0) & (g == 0) & ~there
         there, made_of = (amount[:, None] * width[kept] * again for amount in figures[-8:-6])
         both = ~plain if has_input and has_weight else np.zeros(entries.count, np.bool_)

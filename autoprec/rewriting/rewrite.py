@@ -237,15 +237,15 @@ class _Rewriter(Storing):
         value = self.as_born(node)
         if fmt != _FP32 and self._saturates(node):
             return self.call(saturating_cast, (value, dtype))
+        make: tuple[Any, ...] = (cast, dtype)
         if fmt == "fp16" and region:
-            return self.call(enter_region, (value, dtype, region))
-        leaving = self.region_of_value.get(self.root[node], 0)
-        if source == "fp16" and leaving:
-            return self.call(leave_region, (value, dtype, leaving))
+            make = (enter_region, dtype, region)
+        elif source == "fp16" and (leaving := self.region_of_value.get(self.root[node], 0)):
+            make = (leave_region, dtype, leaving)
         stored = self._stored(self.binding.tensor_id[node]) if node in self.binding.tensor_id else None
         if stored is None or stored in self.plan.made_from_of or self.path:
-            return self.call(cast, (value, dtype))
-        return self.call(cast_of_kept, (value, self.cell_of(stored, node), dtype))
+            return self.call(make[0], (value, *make[1:]))
+        return self.call(With(cast_of_kept, *make), (value, self.cell_of(stored, node)))
 
     def _saturates(self, node: fx.Node) -> bool:
         """Whether the plan lets the tensor, or one that it is a view of, saturate."""
