@@ -131,7 +131,8 @@ def jumps(trace: Trace, window: int, interval: int) -> Trace:
     """By how many octaves the largest gradient between two observed steps is above those of the window before."""
     starts = range(CALIBRATION, len(trace) - interval, interval)
     known = (trace[s % interval : s + 1 : interval][-(window // interval) :].max() for s in starts)
-    return np.array([trace[s + 1 : s + interval].max(initial=-math.inf) - k for s, k in zip(starts, known, strict=True)])
+    between = (trace[s + 1 : s + interval].max(initial=-math.inf) for s in starts)
+    return np.array([most - k for most, k in zip(between, known, strict=True)])
 
 
 def together(run: Run) -> Trace:

@@ -385,7 +385,9 @@ def test_a_tensor_and_its_cast_are_kept_once(storage: str) -> None:
     assert torch.equal(decode(after, torch.bfloat16), 2.0 * decode(before, torch.bfloat16))
 
 
-@pytest.mark.parametrize("narrow", [{":matmul#1": "bf16"}, {":gelu#0": "fp16"}, {":matmul#0": "fp16", ":gelu#0": "fp16"}])
+@pytest.mark.parametrize(
+    "narrow", [{":matmul#1": "bf16"}, {":gelu#0": "fp16"}, {":matmul#0": "fp16", ":gelu#0": "fp16"}]
+)
 @pytest.mark.parametrize("storage", ["bf16", "fp8_e4m3"])
 def test_what_ops_in_two_formats_keep_is_kept_once(storage: str, narrow: dict[str, str]) -> None:
     """A product and pointwise ops read one tensor, some of them a cast of it, into an FP16 region with a gradient scale

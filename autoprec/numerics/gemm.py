@@ -17,7 +17,6 @@ from torch import Tensor
 
 from autoprec.formats import is_scaled, other_operand, result_format
 from autoprec.numerics.compilers import is_traced
-from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.looked_at import leaf
 from autoprec.numerics.operands import begin, made_in, read_operand, refuse_copies, saved_operand, unscaled
 from autoprec.numerics.packing import Packed, decode
@@ -182,8 +181,7 @@ class _Conv(torch.autograd.Function):
         grad_x = grad_w = grad_b = None
         refuse_copies(ctx)
         if read is not None:
-            seen, options = _places_read(ctx.options, read, weight)
-            product = _conv_weight_gradient(spec, options, grad, seen, weight)
+            product = _conv_weight_gradient(spec, ctx.options, grad, read, weight)
             product = spec.product(product, spec.grad_weight, made_in(spec, grad, weight))
             grad_w = unscaled(ctx, product, weight.dtype, ctx.weight)
         there = read if isinstance(read, Tensor) and ctx.again is None else None
@@ -216,8 +214,10 @@ def _places_read(o: ConvOptions, x: Tensor | Packed, weight: Tensor) -> tuple[Te
 def _conv_weight_gradient(
     spec: GemmSpec, options: ConvOptions, grad: Tensor, read: Tensor | Packed, weight: Tensor
 ) -> Tensor:
+    """A function of its own, as the next one is, so that what it makes on the way is gone when it returns."""
     g = spec.operand(spec.gradient(grad, spec.grad_weight), spec.grad_weight)
-    x = spec.operand(read, other_operand(spec.grad_weight))
+    seen, options = _places_read(options, read, weight)
+    x = spec.operand(seen, other_operand(spec.grad_weight))
     w = torch.empty_like(weight, dtype=x.dtype)  # its shape is all that its own gradient takes of it
     with spec.computing(spec.grad_weight):
         return _conv_backward(options, g, x, w, 1)
@@ -226,7 +226,7 @@ def _conv_weight_gradient(
 def _conv_input_gradient(
     spec: GemmSpec, o: ConvOptions, grad: Tensor, read: Tensor | None, shape: torch.Size, weight: Tensor
 ) -> Tensor:
-    """A function of its own, so that what it makes on the way is gone when it returns.
+    """The same for the input.
 
     The input's values do not enter its own gradient, only its shape does: where it is not there, or in another format,
     which would take a copy, the adjoint convolution is asked for, which is the same kernel.

@@ -236,9 +236,8 @@ class Step:
         if gemm.has_grad_input and h != made:  # the input's gradient is cast when all else is gone
             self.seconds += p.cast_seconds(h, made, x)
             held[0] = max(held[0] + x * (bytes_of(h) - bytes_of(made)), x * bytes_of(h))
-        # Before an emulated product there is nothing yet of what it gives.
-        held[0] = max(held[0], _before(gemm, of_input) - x * bytes_of(made))
-        held[1] = max(held[1], _before(gemm, of_weight) - 4 * gemm.weight_numel)
+        held[0] = max(held[0], _before(gemm, of_input) - x * bytes_of(made))  # the input's gradient is not there yet
+        held[1] = max(held[1], _before(gemm, of_weight))
         if self.storage_of(gemm) == RECOMPUTED:
             there, made_of = (size * bytes_of(self.format_kept(gemm)) for size in p.remade_for(gemm))
             held[1] += there

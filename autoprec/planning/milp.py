@@ -399,12 +399,11 @@ class Program(Holding):
         own, read = p.remade_for(gemm)
         again = self.remade.get(gemm.x, {}).items()
         late += [(e, float(own * bytes_of(f))) for f, e in again]
-        gives_input = [(self.is_in(made, f), -float(gemm.x_numel * bytes_of(f))) for f in self.formats(made)]
-        gives_weight = [(Linear(1.0), -4.0 * gemm.weight_numel)]
+        not_yet = [(self.is_in(made, f), -float(gemm.x_numel * bytes_of(f))) for f in self.formats(made)]
         phases = [[*own_input, *_lasting(gemm, of_input), *cast, *((e, -size) for e, size in later), *early],
                   [*cast, *early], [*own_weight, *_lasting(gemm, of_weight), *late],
-                  *([brief, *gives_input, *early] for brief in _before(gemm, of_input)),
-                  *([brief, *gives_weight, *late] for brief in _before(gemm, of_weight))]  # fmt: skip
+                  *([brief, *not_yet, *early] for brief in _before(gemm, of_input)),
+                  *([brief, *late] for brief in _before(gemm, of_weight))]  # fmt: skip
         if read:
             phases.append([*((e, float(read * bytes_of(f))) for f, e in again), *late])
         most = max(sum(size for _, size in phase if size > 0.0) for phase in phases)

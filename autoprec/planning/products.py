@@ -64,7 +64,6 @@ class Products:
             plain_extra=(self._plain_extra(op, Role.GRAD_INPUT), self._plain_extra(op, Role.GRAD_WEIGHT)),
             summed=self._summed(op),
             weight_bytes=passing_bytes(op, self._graph),
-            weight_numel=specs[f"param:{op.weights[0]}"].numel if op.weights else 0,
             emulated=tuple(f for f in ("fp16", "bf16") if op.is_plain_product and f not in self._device.native),
             upstream=upstream,
         )

@@ -286,7 +286,7 @@ class Tabulated(Recorder):
         present = (storage is not None, gemm.has_grad_input, gemm.has_grad_weight, gemm.operands_numel > 0, emulated)
         summed_at, summed = gemm.summed or (gemm.moment, 0)
         figures = [gemm.x_numel, gemm.out_numel, gemm.operands_numel, p.phase(p.backward(gemm.moment)), *workspace,
-                   gemm.weight_numel, *p.remade_for(gemm), gemm.weight_bytes, gemm.read_numel, *gemm.plain_extra,
+                   *p.remade_for(gemm), gemm.weight_bytes, gemm.read_numel, *gemm.plain_extra,
                    p.phase(p.backward(summed_at)), summed]  # fmt: skip
         born = of(p.tensors[gemm.x].born)
         again = born if storage is not None and p.tensors[gemm.x].remaking is not None else -1
@@ -332,7 +332,7 @@ class Tabulated(Recorder):
             alone = np.maximum(held[0] + x[:, None] * (width[back] - width[made]), x[:, None] * width[back])
             held[0] = np.where(made != back, alone, held[0])
         held[0] = np.maximum(held[0], before[0] - x[:, None] * width[made])
-        held[1] = np.maximum(held[1], before[1] - 4.0 * figures[4 + 2 * n][:, None])
+        held[1] = np.maximum(held[1], before[1])
         plain = (own == 0) & (h == 0) & (g == 0) & ~there
         there, made_of = (amount[:, None] * width[kept] * again for amount in figures[-8:-6])
         both = ~plain if has_input and has_weight else np.zeros(entries.count, np.bool_)

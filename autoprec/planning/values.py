@@ -157,7 +157,6 @@ class Gemm:
         variance: whose relative gradient variance arrives (index, see `GradientNode`).
         has_grad_input, has_grad_weight: which gradients are computed.
         weight_bytes: of the gradients of its weight and bias, in FP32, where they are gone after it (see `Standing`).
-        weight_numel: elements of its weight.
         emulated: formats in which the device multiplies FP32 copies of its operands.
         summed: (forward moment, bytes): where torch's own product sends the first gradient of a weight with several
             readers, the next of them makes a new tensor of both. None where it adds in place.
@@ -184,7 +183,6 @@ class Gemm:
     upstream: float = 0.0
     operands_numel: int = 0
     weight_bytes: int = 0
-    weight_numel: int = 0
     emulated: tuple[str, ...] = ()
     seen_numel: int | None = None
     plain_extra: tuple[int, int] = (0, 0)

@@ -12,6 +12,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from autoprec.errors import SolverError
 from autoprec.planning import brute_force, evaluator, highs, lagrangian, planner
+from autoprec.planning import milp as milp_program
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.linear import Linear
 from autoprec.planning.milp import OBJECTIVE_SCALE, Program
@@ -266,9 +267,20 @@ def forget_workspace(monkeypatch):
     monkeypatch.setattr(Program, "bytes_at", mutated)
 
 
+def forget_what_is_there_before_an_emulated_product(monkeypatch):
+    monkeypatch.setattr(milp_program, "_before", lambda gemm, operands: [])
+
+
+def let_casts_last_through_emulated_products(monkeypatch):
+    lasting = lambda _, operands: [cast.held for _, casts in operands for cast in casts]  # noqa: E731
+    monkeypatch.setattr(milp_program, "_lasting", lasting)
+
+
 @pytest.mark.parametrize(
     "plant",
     [
+        forget_what_is_there_before_an_emulated_product,
+        let_casts_last_through_emulated_products,
         forget_gradients,
         forget_the_last_moment_of_a_lifetime,
         let_brute_force_overlook_choices,
