@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ import autoprec
 from autoprec.errors import PlanError, UnsupportedError
 from autoprec.execution.measuring import saved_bytes
 from autoprec.graphs import Role
-from autoprec.numerics import remaking
+from autoprec.numerics import gemm, remaking
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.planner import ask, make_plan, propose
 from autoprec.planning.solutions import Solution
@@ -164,6 +166,35 @@ def test_it_is_made_once_for_all_who_read_it(made: list[StorageWeakRef]) -> None
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert len(made) == 2 and all(r.expired() for r in made)
     assert loss.grad_fn is not None  # the graph is still there
+
+
+@pytest.mark.parametrize(
+    ("layer", "kind", "product"),
+    [(nn.Linear, "linear", "_input_gradient"), (partial(nn.Conv1d, kernel_size=1), "conv1d", "_conv_input_gradient")],
+)
+def test_it_is_gone_before_the_gradient_of_the_input(
+    layer: Callable[[int, int], nn.Module],
+    kind: str,
+    product: str,
+    made: list[StorageWeakRef],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which is made after that of the weight, and does not read it."""
+    model, gone = nn.Sequential(layer(8, 8), nn.GELU(), layer(8, 8)), []
+    first, second = (f"{i}:{kind}#0" for i in (0, 2))
+    roles = [*((op, r) for op in (first, second) for r in Role), ("1:gelu#0", Role.OUTPUT)]
+    assignments = tuple(Assignment(op=op, role=r, format="bf16", reason="") for op, r in roles)
+    again = Storage(tensor="1:gelu#0", format=RECOMPUTED, made_from=(first,), reason="")
+    make = getattr(gemm, product)
+
+    def watched(*args: Any) -> Tensor:
+        gone.append([r.expired() for r in made])
+        return make(*args)
+
+    monkeypatch.setattr(gemm, product, watched)
+    autoprec.compile(model, plan=Plan(assignments=assignments, storages=(again,)), events=None)
+    model(torch.randn(4, 8, 8)).square().mean().backward()
+    assert gone == [[True]]
 
 
 def test_nothing_is_held_once_the_backward_pass_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
