@@ -16,7 +16,7 @@ from autoprec.numerics.histograms import Sample
 from autoprec.plans import Plan
 from autoprec.policies import Monitor
 from tests.campaigns import clean
-from tests.campaigns.clean import RULED, TASKS
+from tests.campaigns.clean import BY_KIND, RULED, TASKS
 
 SHORTER = Monitor(window_steps=10, interval_steps=2)
 
@@ -27,9 +27,9 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_clean_runs_are_left_alone(name: str) -> None:
-    assert clean.clean_run(TASKS[name], RULED, SHORTER, windows=25).wrong == []
+@pytest.mark.parametrize(("name", "how"), [*((name, RULED) for name in TASKS), ("text", BY_KIND)])
+def test_clean_runs_are_left_alone(name: str, how: str) -> None:
+    assert clean.clean_run(TASKS[name], how, SHORTER, windows=25).wrong == []
 
 
 @pytest.mark.parametrize("name", TASKS)
