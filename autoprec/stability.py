@@ -54,7 +54,7 @@ class Stability:
 
     def step_over(self, plan: Plan, seen: Profile) -> Turn | None:
         """An observed step is over: whether its gradients have come near to FP16's largest value in a region. That is
-        not left to the end of the window, because the next octave is an overflow."""
+        not left to the end of the window: gradients grow by several octaves between two observed steps."""
         if (graph := self._observed.graph) is None:
             return None
         judge = Judge(plan, graph, seen, self._policy.monitor, scaling=self._policy.loss_scaling.mode)

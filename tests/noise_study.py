@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import autoprec
 from autoprec.formats import format_named
 from autoprec.planning.noise import current_scale_log2, error_energy
+from autoprec.planning.pricing import ROOM_LOG2
 from tests.models import Transformer, language_loss
 
 FORMATS = ("fp8_e4m3", "fp8_e5m2", "bf16", "fp16")
@@ -271,10 +272,10 @@ def operands(
 
 
 def rounded_gradient(g: Tensor, fmt: str) -> Tensor:
-    """Gradients in FP16 are scaled (three powers of two below the largest value), as regions do."""
+    """Gradients in FP16 are scaled, some powers of two below the largest value, as regions do."""
     if fmt != "fp16":
         return rounded(g, fmt)
-    scale = 2.0 ** (math.floor(math.log2(65504.0 / float(g.abs().max()))) - 3)
+    scale = 2.0 ** (math.floor(math.log2(65504.0 / float(g.abs().max()))) - ROOM_LOG2)
     return rounded(g * scale, fmt) / scale
 
 

@@ -385,6 +385,15 @@ def test_a_tensor_and_its_cast_are_kept_once(storage: str) -> None:
     assert torch.equal(decode(after, torch.bfloat16), 2.0 * decode(before, torch.bfloat16))
 
 
+@pytest.mark.parametrize("size", [1e-7, 1e6])
+@pytest.mark.parametrize("storage", ["bf16", "fp8_e4m3"])
+def test_a_narrow_copy_is_of_the_tensor_and_not_of_what_fp16_leaves_of_it(storage: str, size: float) -> None:
+    x = (size * torch.randn(4, 8)).requires_grad_()
+    cell = open_cell(x, storage)
+    kept = keep_in(cell, cast_of_kept(x, cell, cast, torch.float16), storage)
+    assert kept is not None and torch.equal(decode(kept, torch.float32), rounded(x.detach(), storage))
+
+
 @pytest.mark.parametrize(
     "narrow", [{":matmul#1": "bf16"}, {":gelu#0": "fp16"}, {":matmul#0": "fp16", ":gelu#0": "fp16"}]
 )

@@ -31,7 +31,7 @@ from tests.memory_study import WORKLOADS, Peak, peak_of, peaks, peaks_under, pre
 
 CPU = torch.device("cpu")
 
-#: Without BF16 instructions products hold FP32 copies of their operands for a moment, whose overlap is less sure.
+#: Without BF16 instructions products hold FP32 copies of their operands for a moment.
 EMULATED = "bf16" not in native_formats("cpu")
 SLACK = 0.05
 

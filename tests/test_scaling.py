@@ -16,6 +16,7 @@ from autoprec.graphs import OpClass, OpGraph
 from autoprec.monitoring.judging import Judge
 from autoprec.monitoring.scaling import adapted, rescaled
 from autoprec.numerics.histograms import histogram, histograms, reading, sample
+from autoprec.planning.pricing import fp16_gradient_scale_log2
 from autoprec.plans import Assignment, Plan, Region
 from autoprec.profiles import Profile, TensorProfile
 from tests.planning.maker import Maker
@@ -193,6 +194,20 @@ def test_a_plan_that_is_made_again_keeps_the_scales_that_suit() -> None:
         assert found.regions[0].scale_log2 == scale_log2, amax
     other = replace(plan, regions=())
     assert adapted(again, other, graph, {X: 10.0, y: 10.0}).regions[0].scale_log2 == 4  # nothing runs: the best
+
+
+@pytest.mark.parametrize("amax_log2", [-30, 0, 9])
+@pytest.mark.parametrize(("smaller_log2", "room_log2"), [(0, 8), (5, 8), (11, 8), (12, 7), (14, 5), (16, 3), (40, 3)])
+def test_room_ends_where_another_tensor_of_the_region_needs_it(
+    amax_log2: int, smaller_log2: int, room_log2: int
+) -> None:
+    """A tensor that is smaller by more than 2^12 is not pushed among FP16's last numbers."""
+    amax = 1.5 * 2.0**amax_log2
+    scale = fp16_gradient_scale_log2(amax, amax * 2.0**-smaller_log2)
+    assert amax * 2.0**scale <= 65504 / 2**room_log2 < amax * 2.0 ** (scale + 1)
+    graph, plan, y = region_of_one(0)
+    found = rescaled(plan, graph, {X: amax * 2.0**-smaller_log2, y: amax}).regions[0]
+    assert found.scale_log2 == scale
 
 
 def test_a_sum_that_nobody_has_seen_gets_no_larger_scale() -> None:

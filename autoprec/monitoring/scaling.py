@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from autoprec.formats import FP16
 from autoprec.graphs import OpGraph, Role
-from autoprec.planning.pricing import fp16_gradient_scale_log2
+from autoprec.planning.pricing import fp16_gradient_scale_log2, told_scale
 from autoprec.planning.regions import summed_in_fp16
 from autoprec.plans import Plan, Region
 from autoprec.profiles import Profile
@@ -81,13 +81,12 @@ def rescaled(
         if not found or not wanted(region):
             return region
         amax, where = max(found)
-        scale = fp16_gradient_scale_log2(amax)
+        scale = fp16_gradient_scale_log2(amax, min(found)[0])
         if any(t not in amax_of for t in _sums(region, plan, graph)):
             scale = min(scale, region.scale_log2)
         if scale == region.scale_log2:
             return region
-        reason = f"largest gradient {amax:.3g} (at {where}, in a window) times 2^{scale} is at most 65504/256"
-        return replace(region, scale_log2=scale, reason=reason)
+        return replace(region, scale_log2=scale, reason=told_scale(amax, f"{where}, in a window", scale))
 
     regions = tuple(map(chosen, plan.regions))
     return plan if regions == plan.regions else replace(plan, regions=regions)

@@ -188,6 +188,8 @@ def cast_of_kept(x: Tensor, cell: Cell, make: Callable[..., Tensor], *how: Any) 
     """`make(x, *how)`, a cast of a tensor that is kept in a cell: what keeps the cast shares the narrow copy."""
     y = make(x, *how)
     cell.is_cast(x, y)
+    if y.dtype is torch.float16 and x.dtype is not torch.float16 and torch.is_grad_enabled():
+        cell.part(x)  # the narrow copy is of the tensor, not of what FP16 leaves of it, whoever keeps it first
     return y
 
 

@@ -13,7 +13,7 @@ from autoprec.planning.saved import relative_variance
 from autoprec.policies import Policy
 from autoprec.profiles import Profile, RangeHistogram, TensorProfile
 
-__all__ = ["Prices", "fp16_gradient_scale_log2"]
+__all__ = ["ROOM_LOG2", "Prices", "fp16_gradient_scale_log2", "told_scale"]
 
 #: Least spread of a gradient, as a share of its energy: where all batches are the same there is no noise to hide
 #: behind. Under `noise.gradient` 0.05 a relative error of 5e-5 is left, which FP32 alone keeps (BF16 rounds by up to
@@ -25,13 +25,27 @@ _LEAST_SPREAD = 1e-6
 #: (python -m tests.room_study, docs/measurements/room.md).
 ROOM_LOG2 = 8
 
+#: A tensor of the same region whose own amax would be below 2^this takes of that room, down to so many octaves: its
+#: RMS, some octaves lower, comes near to FP16's last normal number, 2^-14 (docs/measurements/room.md).
+_SMALLEST_LOG2, CLOSEST_LOG2 = -4, 3
 
-def fp16_gradient_scale_log2(amax: float) -> int:
-    """Largest s with amax·2^s ≤ 65504/256; 0 if there is nothing to scale; within ±126."""
+
+def fp16_gradient_scale_log2(amax: float, smallest: float = math.inf) -> int:
+    """Largest s with amax·2^s ≤ 65504/256; or more, up to 65504/8, as far as that brings the `smallest` amax of those
+    under the same scale up to 2^-4. 0 if there is nothing to scale; within ±126."""
     if amax <= 0.0 or not math.isfinite(amax):
         return 0
-    _, exponent = math.frexp(FP16.max_value / 2**ROOM_LOG2 / amax)
-    return max(-126, min(126, exponent - 1))
+    scale = math.frexp(FP16.max_value / 2**ROOM_LOG2 / amax)[1] - 1
+    if 0.0 < smallest < amax:
+        wanted = _SMALLEST_LOG2 + 1 - math.frexp(smallest)[1]
+        scale = max(scale, min(wanted, scale + ROOM_LOG2 - CLOSEST_LOG2))
+    return max(-126, min(126, scale))
+
+
+def told_scale(amax: float, where: str, scale_log2: int) -> str:
+    """Why gradients have a scale."""
+    left = math.log2(FP16.max_value / amax) - scale_log2
+    return f"largest gradient {amax:.3g} (at {where}) times 2^{scale_log2} is {left:.1f} octaves below 65504"
 
 
 #: Roundings between the gradient that arrives at a layer of an LSTM and those that it passes on. The gradient of a gate

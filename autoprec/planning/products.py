@@ -64,9 +64,14 @@ class Products:
             plain_extra=(self._plain_extra(op, Role.GRAD_INPUT), self._plain_extra(op, Role.GRAD_WEIGHT)),
             summed=self._summed(op),
             weight_bytes=passing_bytes(op, self._graph),
-            emulated=tuple(f for f in ("fp16", "bf16") if op.is_plain_product and f not in self._device.native),
+            emulated=self._emulated(op),
             upstream=upstream,
         )
+
+    def _emulated(self, op: Op) -> tuple[str, ...]:
+        """`Gemm.emulated`. A product of two activations makes its copies for each of its results."""
+        one_by_one = bool(op.weights) and op.is_plain_product
+        return tuple(f for f in ("fp16", "bf16") if one_by_one and f not in self._device.native)
 
     def _plain_extra(self, op: Op, role: Role) -> int:
         """Workspace that torch's own product takes beside that of ours, both in FP32, as measured."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind
-from autoprec.planning.pricing import Prices, fp16_gradient_scale_log2
+from autoprec.planning.pricing import Prices, fp16_gradient_scale_log2, told_scale
 from autoprec.planning.roots import Roots
 from autoprec.plans import Region
 
@@ -19,9 +20,9 @@ def fp16_regions(
 
     Two ops are connected if both make or read the same root tensor in FP16. An op with FP16 only in its gradient roles
     is a region of its own. The scale is the largest power of two that keeps the largest gradient seen at the region's
-    tensors eight octaves below FP16's maximum; parameters are among them where the sum over rows that their gradient is
-    comes out in FP16 as well: those that pointwise ops read (a norm's gain, written by hand), and weights of products
-    whose gradient FP16 makes.
+    tensors eight octaves below FP16's maximum (three, where others of them are far smaller); parameters are among them
+    where the sum over rows that their gradient is comes out in FP16 as well: those that pointwise ops read (a norm's
+    gain, written by hand), and weights of products whose gradient FP16 makes.
     """
     narrow = [op for op in graph.ops if any(format_of.get((op.id, r)) == "fp16" for r in op.roles)]
     parent = {op.id: op.id for op in narrow}
@@ -71,10 +72,7 @@ def _region(ops: list[Op], graph: OpGraph, prices: Prices, format_of: dict[tuple
     concerned = [t for op in ops for t in (*_flowing(op, graph), *summed_in_fp16(op, graph, format_of))]
     found = [(h.amax, t) for t in concerned if (h := prices.gradients(t)) is not None]
     amax, where = max(found, default=(0.0, ""))
-    scale = fp16_gradient_scale_log2(amax)
-    reason = (
-        f"largest gradient {amax:.3g} (at {where}) times 2^{scale} is at most 65504/256"
-        if amax > 0.0
-        else ("no gradient was observed here, so none is scaled")
-    )
+    scale = fp16_gradient_scale_log2(amax, min((a for a, _ in found if a > 0.0), default=math.inf))
+    nobody = "no gradient was observed here, so none is scaled"
+    reason = told_scale(amax, where, scale) if amax > 0.0 else nobody
     return Region(ops=tuple(op.id for op in ops), scale_log2=scale, reason=reason)

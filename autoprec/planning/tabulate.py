@@ -318,7 +318,7 @@ class Tabulated(Recorder):
             of_weight = [(made, self._result[g], out), (read, beside, figures[-5])]
         seconds, held, before = np.zeros((len(scopes), entries.count)), [], []
         for size, casts in ((figures[4 : 4 + n][h].T, of_input), (figures[4 + n : 4 + 2 * n][g].T, of_weight)):
-            most, copies = np.zeros_like(seconds), 0.0
+            most, copies = np.zeros_like(seconds), np.zeros_like(seconds)
             for source, target, numel in casts:
                 on, brief = source != target, np.isin(target, emulated)
                 seconds += np.where(on, self._cast(source, target, numel), 0.0)

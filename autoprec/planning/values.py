@@ -157,7 +157,7 @@ class Gemm:
         variance: whose relative gradient variance arrives (index, see `GradientNode`).
         has_grad_input, has_grad_weight: which gradients are computed.
         weight_bytes: of the gradients of its weight and bias, in FP32, where they are gone after it (see `Standing`).
-        emulated: formats in which the device multiplies FP32 copies of its operands.
+        emulated: of one with a weight, formats in which the device multiplies FP32 copies of its operands.
         summed: (forward moment, bytes): where torch's own product sends the first gradient of a weight with several
             readers, the next of them makes a new tensor of both. None where it adds in place.
         x_noise: by format, E‖δ∇W‖² per step of rounding x; `stored_noise` by storage, of keeping x in it.
