@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -65,17 +66,21 @@ def test_a_plan_by_role_runs_as_planned(stored: str, monkeypatch: pytest.MonkeyP
     """Counted: three products for each layer, each in its format; one FP8 copy for both readers of a tensor."""
     formats: Counter[str] = Counter()
     encoded: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    own_product, own_encode = products.rows_times_rows, products.encode
+    own_encode = products.encode
 
-    def product(a: Any, b: Any, fmt: str, *rest: Any) -> Tensor:
-        formats[fmt] += 1
-        return own_product(a, b, fmt, *rest)
+    def noted(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def product(a: Any, b: Any, fmt: str, *rest: Any) -> Tensor:
+            formats[fmt] += 1
+            return own(a, b, fmt, *rest)
+
+        return product
 
     def counted(x: Tensor, fmt: str, **kwargs: Any) -> Any:
         encoded[fmt, tuple(x.shape)] += 1
         return own_encode(x, fmt, **kwargs)
 
-    monkeypatch.setattr(gemm, "rows_times_rows", product)
+    for name in ("rows_times_rows", "operands_product"):
+        monkeypatch.setattr(gemm, name, noted(getattr(gemm, name)))
     for module in ("numerics.products", "numerics.keeping", "rewriting.rewrite"):
         monkeypatch.setattr(f"autoprec.{module}.encode", counted)
     torch.manual_seed(0)
