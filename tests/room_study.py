@@ -8,7 +8,8 @@ leaves, and fewer than how many are a reason for another one: how often would a 
 was a scale chosen anew?
 
 Room costs small gradients their last bits. So every gradient is also rounded under scales that leave more and more
-room, by torch's cast, and the error is compared with that of FP16's significand alone.
+room, by torch's cast, and the error is compared with that of FP16's significand alone; and so are normal numbers under
+a scale that is for a tensor with larger ones.
 
 A module alone is what a plan has whose regions are small; all of them together, one region for the whole model.
 """
@@ -28,7 +29,8 @@ from numpy.typing import NDArray
 from torch import Generator, Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.campaigns.clean import TASKS, Task, learning_rate, one_thread
+from tests.bench.measure import one_thread
+from tests.campaigns.clean_tasks import TASKS, Task, learning_rate
 
 STEPS, SEEDS = 4000, 3
 
@@ -44,6 +46,9 @@ ROOMS = ((3, 1), (3, 2), (5, 2), (5, 3), (6, 3), (8, 4), (8, 6), (10, 4))
 
 #: Octaves that are left where gradients are rounded, once in so many steps.
 LEFT, ROUNDED_EVERY = (3, 5, 8, 12, 16, 20), 100
+
+#: Octaves by which another tensor under the same scale is larger.
+APART = (0, 8, 10, 12, 14, 16, 18, 20, 24)
 
 #: log2 of what stands for no gradient at all.
 _NONE = -140.0
@@ -177,6 +182,12 @@ def costs(task: Task, runs: Sequence[Run]) -> Iterator[str]:
         yield f"{task.name:7} {how:9} {len(errors[LEFT[0]]):5}  {told}"
 
 
+def distant(apart: int, left: int) -> float:
+    """The same of normal numbers, where another tensor under the scale is so many octaves larger."""
+    gradient = torch.randn(1 << 18, generator=Generator().manual_seed(0))
+    return rounding_error(gradient, float(gradient.abs().max()) * 2.0**apart, left)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.room_study", description=__doc__)
     parser.add_argument("--steps", type=int, default=STEPS)
@@ -196,6 +207,10 @@ def main() -> None:
     print(f"{'model':7} {'scale by':9} {'times':>5}  {'  '.join(f'{left:13}' for left in LEFT)}")
     for task, seen in zip(tasks, runs, strict=True):
         print("\n".join(costs(task, seen)))
+    print("\nthe same of normal numbers, by how many octaves another tensor under the scale is larger")
+    print(f"{'left':>4}  {'  '.join(f'{apart:8}' for apart in APART)}")
+    for left in LEFT[:3]:
+        print(f"{left:4}  {'  '.join(f'{distant(apart, left) * 2**11:8.3f}' for apart in APART)}")
 
 
 if __name__ == "__main__":

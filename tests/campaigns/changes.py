@@ -23,20 +23,12 @@ from autoprec.formats import result_format
 from autoprec.graphs import Role
 from autoprec.planning.problem import fixed_bytes
 from autoprec.testing import inject
+from tests.campaigns.fault_starts import Block
 
 BUDGETS = ("100%", "92%", "84%", "76%", "70%")
 
 #: Of the changes, one in so many is a forced promotion.
 FORCED = 5
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):

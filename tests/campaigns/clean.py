@@ -17,26 +17,22 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Generator, Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch import Generator, Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import autoprec
-from autoprec.demo.tasks import ByteTransformer, DigitNet
 from autoprec.plans import AS_IS, Event, Plan
 from autoprec.policies import Monitor, Policy, Rule
 from autoprec.serial import load_policy
-from tests.bench import data
+from tests.bench.measure import one_thread
+from tests.campaigns.clean_tasks import TASKS, Task, learning_rate
 
 WINDOWS, DEFAULT_WINDOWS, BITWISE_STEPS = 2000, 20, 300
 
@@ -55,9 +51,6 @@ NEVER = Monitor(window_steps=10**9, interval_steps=10**9)
 #: Kinds of event that a clean run has none of.
 CHANGES = ("promoted", "demoted", "released")
 
-#: The learning rate rises over so many steps, and falls as a cosine to this share of itself.
-_WARM_UP, _LAST_RATE = 50, 0.05
-
 #: A loss went down: the mean of the last tenth of the steps is below this share of that of the first hundred. It stays
 #: down: that mean is not above the lowest of all tenths by more than so many standard errors.
 _LEARNT, _MOST_ERRORS = 0.9, 4.0
@@ -65,94 +58,6 @@ _LEARNT, _MOST_ERRORS = 0.9, 4.0
 #: Changes of a run that are told, and incidents.
 _MOST_CHANGES, _MOST_INCIDENTS = 200, 10
 
-
-# Models and data -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """A model, its data, how it is trained, and the rules of one of its plans; `kinds`: of ops that are FP16 in another
-    one, and all else FP32."""
-
-    name: str
-    build: Callable[[], nn.Module]
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
-    batch: Callable[[Generator], tuple[Tensor, Tensor]]
-    loss: Callable[[Tensor, Tensor], Tensor]
-    rules: tuple[Rule, ...]
-    kinds: tuple[str, ...] = ()
-
-
-def pinned(half: str, *globs: str) -> tuple[Rule, ...]:
-    """These modules in a format, all others in BF16, where ops can take it."""
-    first = (Rule(match=g, pin=half, optional=True) for g in globs)
-    return (*first, Rule(match="*", pin="bf16", optional=True))
-
-
-def perceptron(width: int = 64) -> nn.Module:
-    """Four layers with dropout between them."""
-    hidden = [nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1), nn.Linear(width, width), nn.SiLU(), nn.Dropout(0.1)]
-    return nn.Sequential(nn.Linear(9, width), nn.ReLU(), nn.Dropout(0.1), *hidden, nn.Linear(width, 1))
-
-
-def bytes_batch(generator: Generator, rows: int = 8, length: int = 32) -> tuple[Tensor, Tensor]:
-    """Bytes of the standard library's sources, and the next ones."""
-    text = data.standard_library()
-    starts = torch.randint(len(text) - length, (rows, 1), generator=generator)
-    window = text[starts + torch.arange(length + 1)].long()
-    return window[:, :-1], window[:, 1:]
-
-
-@cache
-def all_digits() -> tuple[Tensor, Tensor]:
-    """scikit-learn's 1,797 images of 8×8, and what they show."""
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    return torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16.0, torch.tensor(digits.target)
-
-
-def rows_of(tables: tuple[Tensor, Tensor], generator: Generator, rows: int) -> tuple[Tensor, Tensor]:
-    """Rows by chance."""
-    chosen = torch.randint(len(tables[1]), (rows,), generator=generator)
-    return tables[0][chosen], tables[1][chosen]
-
-
-def cross_entropy(outputs: Tensor, wanted: Tensor) -> Tensor:
-    """Classes are in the last dimension."""
-    return F.cross_entropy(outputs.flatten(0, -2), wanted.flatten())
-
-
-TASKS = {
-    t.name: t
-    for t in (
-        Task(
-            name="text",
-            build=lambda: ByteTransformer(width=32, heads=2, depth=1, context=32),
-            optimizer=lambda parameters: AdamW(parameters, lr=3e-3),
-            batch=bytes_batch,
-            loss=cross_entropy,
-            rules=pinned("fp16", "blocks.*"),
-            kinds=("embedding", "add", "layer_norm"),
-        ),
-        Task(
-            name="digits",
-            build=lambda: DigitNet(width=4),
-            optimizer=lambda parameters: SGD(parameters, lr=0.02, momentum=0.9, weight_decay=5e-4),
-            batch=lambda generator: rows_of(all_digits(), generator, 32),
-            loss=cross_entropy,
-            rules=pinned("fp16", "convs.[01]", "norms.[01]"),
-        ),
-        Task(
-            name="visits",
-            build=perceptron,
-            optimizer=lambda parameters: AdamW(parameters, lr=1e-3),
-            batch=lambda generator: rows_of(data.doctor_visits(), generator, 64),
-            loss=F.mse_loss,
-            rules=pinned("fp16", "[0-5]"),
-        ),
-    )
-}
 
 #: How the formats of a plan come about.
 RULED, CHOSEN, BY_KIND = "ruled", "chosen", "by kind"
@@ -230,28 +135,10 @@ class Training:
         return copy.deepcopy(dict(self.model.state_dict()))
 
 
-def learning_rate(step: int, steps: int) -> float:
-    """Share of the optimizer's own."""
-    through = min(1.0, max(0.0, (step - _WARM_UP) / max(steps - _WARM_UP, 1)))
-    falling = _LAST_RATE + (1.0 - _LAST_RATE) * 0.5 * (1.0 + math.cos(math.pi * through))
-    return falling * min(1.0, (step + 1) / _WARM_UP)
-
-
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are bitwise the same."""
     kinds = (a.dtype, a.shape) == (b.dtype, b.shape)
     return kinds and torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Small models are faster so, and sums have one order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # What a clean run shows ----------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from autoprec.monitoring.judging import Judge
 from autoprec.numerics.histograms import Sample
 from autoprec.plans import Plan
 from autoprec.policies import Monitor
+from tests.bench.measure import one_thread
 from tests.campaigns import clean
 from tests.campaigns.clean import BY_KIND, RULED, TASKS
 
@@ -22,8 +23,8 @@ SHORTER = Monitor(window_steps=10, interval_steps=2)
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with clean.one_thread():
+def on_one_thread() -> Iterator[None]:
+    with one_thread():
         yield
 
 
