@@ -147,6 +147,11 @@ def test_fp16_regions_share_a_scale_and_stop_at_other_formats():
         found = [case.profile.tensor_by_id[t].gradients for t in ids]  # of weights too: products make them in FP16
         amax = max(h.amax for h in found if h is not None)
         assert amax * 2.0**region.scale_log2 <= 65504 / 256 < amax * 2.0 ** (region.scale_log2 + 1)
+    first = plan.regions[0]
+    middle = case.graph.op_by_id[first.ops[1]].outputs[0]
+    small = case.profile.tensor_by_id[middle].gradients.shifted(-30)  # which FP16 would lose
+    wide = dataclasses.replace(case, profile=with_tensor(case.profile, middle, gradients=small))
+    assert plan_of(wide).regions[0].scale_log2 == first.scale_log2 + 5  # three octaves are left, not eight
     none = dataclasses.replace(case, policy=policy(("fp32", "fp16"), loss_scaling={"mode": "none"}))
     assert plan_of(none).regions == ()
     assert fp16_gradient_scale_log2(0.0) == 0
