@@ -181,6 +181,7 @@ class Measurement:
     Attributes:
         seconds: median.
         ratio: median over rounds of its seconds to those of the first contestant in the same round.
+        ratio_margin: half of the 95 % interval of that median; 0 where it is not known.
         peak_bytes: at the allocator, with what a step holds whatever the plan.
         loss_change: Σ gradient · (output − output in FP32) over the outputs of the model: its loss where it returns
             that, else to first order; None if FP32 did not run beside it.
@@ -190,6 +191,7 @@ class Measurement:
 
     seconds: float = 0.0
     ratio: float = 1.0
+    ratio_margin: float = 0.0
     peak_bytes: int = 0
     loss_change: float | None = None
     gradient_ratio: float | None = None
@@ -198,6 +200,7 @@ class Measurement:
     def __post_init__(self) -> None:
         check_amount(self.seconds, "seconds", PlanError, "seconds")
         check_amount(self.ratio, "ratio", PlanError, "ratio")
+        check_amount(self.ratio_margin, "ratio_margin", PlanError, "ratio")
         check_amount(self.peak_bytes, "peak_bytes", PlanError, "peak_bytes")
 
 

@@ -334,6 +334,7 @@ def _measurement(proposals: Proposals, found: Outcome, plain: Outcome | None, be
     return Measurement(
         seconds=found.seconds,
         ratio=found.ratio,
+        ratio_margin=found.ratio_margin,
         peak_bytes=beside + found.peak_bytes,
         loss_change=change,
         gradient_ratio=ratio,

@@ -64,8 +64,12 @@ def test_no_measured_peak_rises_when_the_budget_falls() -> None:
         )  # the last that fits binds: 50 %, or 75 % without BF16
     assert len(points) > 1 and points[-1].measured_bytes < points[0].measured_bytes
     assert budgets.misses("mlp", points) == []
-    up, down = points[::-1], points[-1:]
+    up, down = [replace(p, slower=()) for p in points[::-1]], points[-1:]
     assert "the peak rises" in budgets.misses("mlp", up)[0]
+    faster = [replace(up[0], adopted="bf16"), replace(up[-1], slower=("bf16",))]
+    assert (
+        budgets.misses("mlp", faster) == [] != budgets.misses("mlp", [replace(faster[0], adopted="solver"), faster[1]])
+    )
     assert "of it" in budgets.misses("mlp", [replace(down[0], budget_bytes=down[0].measured_bytes // 2)])[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,7 +17,7 @@ import autoprec
 from autoprec.devices import Device
 from autoprec.execution.measuring import peak_bytes
 from autoprec.execution.replay import CallRecord
-from autoprec.execution.tournament import Tournament
+from autoprec.execution.tournament import Tournament, margin_of
 from autoprec.graphs import Role
 from autoprec.planning.contest import adopt, runners
 from autoprec.planning.planner import ask, propose
@@ -257,6 +258,35 @@ def test_of_equally_fast_ones_fp32_then_the_smallest(proposals) -> None:
     assert winner(plan) == SOLVER
     verdicts = {c.name: c.verdict for c in plan.contestants}
     assert verdicts["bf16"] == "as fast within 2%, and takes 2 KiB more"
+
+
+@pytest.mark.parametrize("n", range(6, 15))
+def test_the_margin_of_a_median_is_the_narrowest_that_is_sure_enough(n: int) -> None:
+    """Of order statistics: the true median is between two of them unless too many values fell on one side of it."""
+
+    def sure(left_out: int) -> float:
+        below = [sum(sides) for sides in itertools.product((0, 1), repeat=n)]
+        return sum(left_out < b < n - left_out for b in below) / len(below)
+
+    left_out = round((n - 1) / 2 - margin_of([1.0 + k for k in range(n)][::-1]))
+    assert sure(left_out) >= 0.95 > sure(left_out + 1)
+
+
+def test_few_rounds_leave_everything_open() -> None:
+    assert margin_of([3.0, 1.0, 2.0, 9.0]) == 4.0 and margin_of([1.0] * 4) == 0.0
+
+
+def test_what_the_rounds_leave_open_decides_nothing(proposals) -> None:
+    """A busy machine: a plan that holds more is not adopted for a difference that may be chance."""
+    times = measured(fp32=1.0, bf16=0.6, fp16=2.0, solver=0.57)
+    assert winner(adopt(proposals, times, None)) == SOLVER
+    open_ = {n: dataclasses.replace(m, ratio_margin=0.05 * m.ratio) for n, m in times.items() if n != "fp32"}
+    open_[SOLVER] = dataclasses.replace(open_[SOLVER], peak_bytes=100 + (1 << 20))
+    plan = adopt(proposals, times | open_, None)
+    assert winner(plan) == "bf16"
+    assert {c.name: c.verdict for c in plan.contestants}[SOLVER] == "as fast within 7%, and takes 1 MiB more"
+    far = {**open_, SOLVER: dataclasses.replace(open_[SOLVER], ratio=0.5)}
+    assert winner(adopt(proposals, times | far, None)) == SOLVER
 
 
 def test_what_failed_or_did_not_run_is_not_adopted(proposals) -> None:

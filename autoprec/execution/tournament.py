@@ -6,6 +6,7 @@ as it is complete, so that a contestant's peak counts it as what is added to the
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -27,7 +28,7 @@ from autoprec.execution.replay import CallRecord, shadow, shadow_arguments
 from autoprec.plans import Plan
 from autoprec.rewriting.rewrite import rewrite
 
-__all__ = ["Outcome", "Tournament"]
+__all__ = ["Outcome", "Tournament", "margin_of"]
 
 #: Rounds of timing: at least the first number, and more, up to the second, while they take less than the seconds. Steps
 #: of milliseconds need the most rounds: 12 of them left medians 2 % apart for plans that are equally fast.
@@ -47,6 +48,7 @@ class Outcome:
     Attributes:
         seconds: median of the replayed forward and backward passes.
         ratio: median over rounds to the first contestant's seconds of the same round.
+        ratio_margin: half of the interval that holds the true median with 95 % (`margin_of`).
         peak_bytes: above what was held before.
         predicted_bytes: the same as the compiler's code tells it, before it runs; None in eager mode, and where it does
             not tell.
@@ -57,6 +59,7 @@ class Outcome:
 
     seconds: float = 0.0
     ratio: float = 1.0
+    ratio_margin: float = 0.0
     peak_bytes: int = 0
     predicted_bytes: int | None = None
     output: float = 0.0
@@ -106,9 +109,11 @@ class Tournament:
         first = next(iter(seconds.values()), [])
         for name, taken in seconds.items():
             found = outcomes[name]
+            ratios = [a / b for a, b in zip(taken, first, strict=True)]
             outcomes[name] = Outcome(
                 seconds=statistics.median(taken),
-                ratio=statistics.median(a / b for a, b in zip(taken, first, strict=True)),
+                ratio=statistics.median(ratios),
+                ratio_margin=margin_of(ratios),
                 peak_bytes=self._peak(modules[name]),
                 predicted_bytes=self._predicted(modules[name]),
                 output=found.output,
@@ -232,6 +237,21 @@ class Tournament:
         if step.nonfinite:
             return Outcome(failure=f"the gradient of {step.nonfinite[0]} is not finite")
         return Outcome(output=step.output, gradients=step.gradients)
+
+
+def margin_of(values: Sequence[float]) -> float:
+    """Half of the interval between two order statistics that holds the true median with at least 95 %, whatever the
+    distribution (the sign test's: Conover, Practical Nonparametric Statistics, 3.2); of five values and fewer, of the
+    interval that holds them all, and that is less sure."""
+    n = len(values)
+    left = math.floor(0.025 * 2**n)  # of 2^n equally likely sides of the median
+    k, chances = 0, 1
+    while chances <= left:
+        k += 1
+        chances += math.comb(n, k)
+    ordered = sorted(values)
+    low = max(0, k - 1)
+    return (ordered[n - 1 - low] - ordered[low]) / 2.0
 
 
 def _last_batch(calls: Sequence[CallRecord]) -> list[CallRecord]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -13,7 +14,8 @@ from autoprec.plans import Contestant, Measurement, Plan, Totals
 __all__ = ["adopt", "runners"]
 
 #: Contestants within this share of the fastest are as fast: in ten tournaments of a small network one of two took 1.001
-#: to 1.020 of the other's step (docs/measurements/suite.md), and how that falls must not decide what a step holds.
+#: to 1.020 of the other's step (docs/measurements/suite.md), and how that falls must not decide what a step holds. What
+#: the rounds of one tournament leave open comes on top.
 _TIE_FRAC = 0.02
 
 
@@ -56,11 +58,11 @@ def adopt(
         if proposals.question.policy.objective == "bytes":
             return "keeps more bytes"
         other = measured[p.name]
-        if (slower := other.ratio / own.ratio - 1.0) > _TIE_FRAC:
+        if (slower := other.ratio / own.ratio - 1.0) > (tie := _tie_frac(other, own)):
             return f"{slower:.1%} slower"
         if winner.name != "fp32" and other.peak_bytes > own.peak_bytes:
-            return f"as fast within {_TIE_FRAC:.0%}, and takes {bytes_text(other.peak_bytes - own.peak_bytes)} more"
-        return f"as fast within {_TIE_FRAC:.0%}, and less simple"
+            return f"as fast within {tie:.0%}, and takes {bytes_text(other.peak_bytes - own.peak_bytes)} more"
+        return f"as fast within {tie:.0%}, and less simple"
 
     contestants = tuple(
         Contestant(
@@ -105,9 +107,14 @@ def _winner(proposals: Proposals, fit: list[Proposal], measured: Mapping[str, Me
         return proposals.best
     if proposals.question.policy.objective == "bytes":
         return min(fit, key=lambda p: (p is not proposals.best, p.solution.evaluation.saved_bytes))
-    fastest = min(measured[p.name].ratio for p in fit)
-    equal = [p for p in fit if measured[p.name].ratio <= (1.0 + _TIE_FRAC) * fastest]
+    fastest = min((measured[p.name] for p in fit), key=lambda m: m.ratio)
+    equal = [p for p in fit if measured[p.name].ratio <= (1.0 + _tie_frac(measured[p.name], fastest)) * fastest.ratio]
     return min(equal, key=lambda p: (p.name != "fp32", measured[p.name].peak_bytes))
+
+
+def _tie_frac(a: Measurement, b: Measurement) -> float:
+    """What the ratios of two that are as fast may differ by: independent margins add as squares do."""
+    return math.hypot(_TIE_FRAC, *(m.ratio_margin / m.ratio for m in (a, b) if m.ratio > 0.0))
 
 
 def _why(proposals: Proposals, winner: Proposal, measured: Mapping[str, Measurement]) -> str:
