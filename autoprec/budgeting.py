@@ -57,7 +57,7 @@ def made_again(session: Session, before: Plan, solve: Solve, tournament: Tournam
 
     def first(plan: Plan) -> int | None:
         nonlocal beside
-        waits = session._takeover.would_begin(before, plan, session.steps, session._device_type)
+        waits = session._takeover.would_begin(before, plan, session.steps)
         beside |= waits
         return (tournament.uncompiled if waits else tournament).peak_of(plan)
 

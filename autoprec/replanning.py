@@ -103,7 +103,7 @@ class Replanning:
             self._observed.take_window()
             self._stability.was_noisy = False
         fits = partial(fits_uncompiled, self, plan, tournament)
-        later = self._takeover.begins(before, plan, self.steps, self._device_type, fits)
+        later = self._takeover.begins(before, plan, self.steps, fits)
         for slot in self._slots.values():
             slot.adopt(plan, self._device_type, compiled=not later)
         if not later:

@@ -33,7 +33,7 @@ from autoprec.plans import AS_IS, RECOMPUTED, Plan
 from autoprec.rewriting.rewrite import Rewritten
 from autoprec.tracing.bindings import Binding
 
-__all__ = ["Inductor", "Partitioner"]
+__all__ = ["Inductor", "Narrow", "Order", "Partitioner", "compile_graph"]
 
 #: How torch names parameters, buffers and inputs of a graph, and the gradients that its backward pass is given.
 _INPUT, _GIVEN = "primals_", "tangents_"
@@ -87,24 +87,15 @@ class Inductor:
         code = environment.produce_guards_expression([self._fakes[i] for i in self._symbols])
         return run, lambda sizes: not code or environment.evaluate_guards_expression(code, sizes)
 
+    @property
+    def order(self) -> Order:
+        """What `prepare` compiles."""
+        return Order(self._labelled(), self._fakes, self._narrow())
+
     def _compile(self, examples: Sequence[Any]) -> Callable[..., Any]:
-        partitioner = Partitioner(self._narrow())
-        passes: list[_Pass] = []
-
-        def compile_pass(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-            names = tuple(n.name for n in graph.graph.nodes if n.op == "placeholder")
-            results = tuple(n.name if isinstance(n, fx.Node) else "" for n in _results(graph))
-            code = compile_fx_inner(graph, inputs, **options)
-            passes.append(_Pass(getattr(code, "current_callable", None), inputs, names, results))
-            return code
-
         begin = time.perf_counter()
         try:
-            with (
-                inductor_config.patch(custom_partitioner_fn=partitioner, **_OPTIONS),
-                functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
-            ):
-                run = compile_fx(self._labelled(), list(examples), inner_compile=compile_pass)
+            run, partitioner, passes = compile_graph(Order(self._labelled(), examples, self._narrow()))
         except Exception as error:
             what = " ".join(str(error).split())[:300]
             raise UnsupportedError(
@@ -144,6 +135,34 @@ class Inductor:
         if self._rewritten is None:
             return _labelled(template.module, template.flat.origin, self._binding.tensor_id)
         return _labelled(self._rewritten.module, self._rewritten.origin, self._binding.tensor_id)
+
+
+class Order(NamedTuple):
+    """What the compiler is given: a graph whose nodes say which tensor they are about, examples of its inputs, and the
+    tensors that the plan does not keep as they are."""
+
+    module: fx.GraphModule
+    examples: Sequence[Any]
+    narrow: Mapping[str, Narrow]
+
+
+def compile_graph(order: Order) -> tuple[Callable[..., Any], Partitioner, list[_Pass]]:
+    """(what runs, what it keeps, its forward pass and its backward pass if it has one)."""
+    partitioner = Partitioner(order.narrow)
+    passes: list[_Pass] = []
+
+    def compile_pass(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        names = tuple(n.name for n in graph.graph.nodes if n.op == "placeholder")
+        results = tuple(n.name if isinstance(n, fx.Node) else "" for n in _results(graph))
+        code = compile_fx_inner(graph, inputs, **options)
+        passes.append(_Pass(getattr(code, "current_callable", None), inputs, names, results))
+        return code
+
+    with (
+        inductor_config.patch(custom_partitioner_fn=partitioner, **_OPTIONS),
+        functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
+    ):
+        return compile_fx(order.module, list(order.examples), inner_compile=compile_pass), partitioner, passes
 
 
 class _Pass(NamedTuple):

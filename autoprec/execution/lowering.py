@@ -13,7 +13,7 @@ from autoprec.rewriting.rewrite import Rewritten
 from autoprec.tracing.bindings import Binding
 
 if TYPE_CHECKING:
-    from autoprec.execution.inductor import Inductor
+    from autoprec.execution.inductor import Inductor, Order
 
 __all__ = ["BACKENDS", "Backend", "Compiled", "KeptTensor", "PassBytes", "Lowering", "Runner"]
 
@@ -159,6 +159,15 @@ class Lowering:
 
             self._graphs[key] = Inductor(binding, plan, rewritten)
         return self._graphs[key]
+
+    def order(self, binding: Binding, plan: Plan | None, rewritten: Rewritten | None) -> Order | None:
+        """What would be compiled for `runs` that is not compiled yet."""
+        key = (binding, "" if rewritten is None or plan is None else plan.fingerprint)
+        if plan is None or key in self._refused or key in self._graphs or self._stays_uncompiled(plan):
+            return None
+        from autoprec.execution.inductor import Inductor
+
+        return Inductor(binding, plan, rewritten).order
 
     def uncompiled(self, binding: Binding, plan: Plan, rewritten: Rewritten | None) -> Runner:
         """What the compiler refused, as it is; also when this plan comes back."""

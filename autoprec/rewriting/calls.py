@@ -14,12 +14,12 @@ class With:
     """A function with its last arguments fixed: fx writes only plain values into the code that it generates."""
 
     def __init__(self, function: Callable[..., Any], /, *fixed: Any, **named: Any) -> None:
-        self._function, self.fixed, self._named = function, fixed, named
+        self.function, self.fixed, self.named = function, fixed, named
         self.__name__, self.__module__ = function.__name__, function.__module__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it."""
-        return self._function(*args, *self.fixed, **kwargs, **self._named)
+        return self.function(*args, *self.fixed, **kwargs, **self.named)
 
 
 class Method:

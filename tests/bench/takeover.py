@@ -1,11 +1,12 @@
 """How long a run waits for the compiler when its plan changes: `python -m tests.bench.takeover [NAME ...]
-[--takeover-steps 0 100] [--budget 70%]`.
+[--takeover-steps 0 100] [--budget 70%] [--elsewhere]`.
 
 A workload trains through inductor under `balanced`, and after some steps an op loses its format, as when it proves
 unstable. Printed are medians of steps before that, while the new plan runs uncompiled, and when it runs compiled, and
 the two steps that take the longest beyond that: where the plan changes, and where what was compiled takes over (as it
 does at the change where that is after 0 steps). The compiler's cache is empty at the beginning of each run. Under a
-budget it is told how many plans were made in the place of one that would have broken it compiled.
+budget it is told how many plans were made in the place of one that would have broken it compiled. `--elsewhere`: not a
+copy of the process compiles, but a new one, as on a GPU.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from contextlib import AbstractContextManager, nullcontext
+from unittest.mock import patch
 
 import torch
 from torch import Generator
 from torch._inductor.utils import fresh_cache
 
 import autoprec
+from autoprec.execution import takeover
 from autoprec.graphs import Role
 from autoprec.serial import load_policy
 from tests.bench.measure import one_thread
@@ -26,6 +30,11 @@ from tests.bench.workloads import Workload, chosen
 
 #: Steps that are timed on each side.
 STEPS = 40
+
+
+def cannot_be_copied() -> AbstractContextManager[object]:
+    """Processes are as where they have used CUDA."""
+    return patch.object(takeover, "can_copy", lambda _: False)
 
 
 def seconds_of(workload: Workload, takeover_steps: int, budget: str | None) -> tuple[list[float], str]:
@@ -70,11 +79,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.takeover")
     parser.add_argument("--takeover-steps", type=int, nargs="+", default=[0, 100])
     parser.add_argument("--budget")
+    parser.add_argument("--elsewhere", action="store_true")
     workloads, given = chosen(parser)
     print(
         "workload       takes over   median step before   uncompiled    compiled   waits at the change  at the takeover"
     )
-    with one_thread():
+    with one_thread(), cannot_be_copied() if given.elsewhere else nullcontext():
         for workload in workloads:
             for steps in given.takeover_steps:
                 with fresh_cache():
