@@ -316,13 +316,14 @@ class Result:
     gradients: list[GradientPair]
 
 
-def results(seeds: Iterable[int] = SEEDS) -> list[Result]:
+def results(seeds: Iterable[int] = SEEDS, *, text_batches: int = 64, digit_batches: int = 128) -> list[Result]:
     """All studies, on one thread: sums in another order train another network."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         found = []
-        for studies in ([language_study()], [digits_study(seed=seed) for seed in seeds]):
+        digits = [digits_study(seed=seed, batches=digit_batches) for seed in seeds]
+        for studies in ([language_study(batches=text_batches)], digits):
             pairs = [p for s in studies for p in loss_pairs(s)]
             gradients = [g for s in studies for g in gradient_pairs(s) if g.measured > 0]
             found.append(Result(studies[0].name, len(studies[0].batches), pairs, gradients))

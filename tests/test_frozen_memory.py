@@ -47,7 +47,7 @@ def test_they_live_as_planned_and_the_prediction_knows(formats: str) -> None:
 
 def test_whatever_format_a_product_has_the_prediction_knows() -> None:
     """Beside a frozen one in BF16, with all that may be made again made again."""
-    model, batches = made(width=128, rows=8, length=33, layers=2)
+    model, batches = made(width=128, rows=8, length=33, layers=1)
     compiled(model, batches, "bf16", formats=("fp32", "bf16"), noise={"gradient": 1e6, "loss": 1e6})
     session = autoprec.session(model)
     policy = policy_with("bf16", formats=("fp32", "bf16"), noise={"gradient": 1e6, "loss": 1e6})
@@ -62,14 +62,14 @@ def test_whatever_format_a_product_has_the_prediction_knows() -> None:
         for _, choice in flips(problem, base, groups, unit):
             evaluation = evaluate(problem, choice)
             plan = proposals.decisions(Solution(choice=choice, evaluation=evaluation, bound=0.0))
-            other, _ = made(width=128, layers=2)
+            other, _ = made(width=128, layers=1)
             autoprec.compile(other, plan=plan, events=None)
             for _ in range(2):
                 gradients(other, batches[0])
             measured = peak_bytes(lambda m=other: loss_of(m, batches[0]).backward(), torch.device("cpu"))
             known = problem.fixed_bytes + problem.frozen_bytes(choice.options)
             found[name] = (evaluation.peak_bytes - known) / measured
-    assert len(found) >= 20 and 0.97 <= min(found.values()) and max(found.values()) <= 1.12, found
+    assert len(found) >= 10 and 0.97 <= min(found.values()) and max(found.values()) <= 1.12, found
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv"])

@@ -147,7 +147,7 @@ def test_no_place_is_beyond_what_is_there() -> None:
     problems = [problem_of(seed) for seed in range(150)]
     masked = next(p for p in problems if any(t.masks for t in p.tensors))
     saved = next(p for p in problems if any(s.reached for t in p.tensors for s in t.others))
-    for problem in (*problems[:5], masked, saved):
+    for problem in (*problems[:2], masked, saved):
         write_case("whole.json", Case(problem=problem))
         tree = json.loads(Path("whole.json").read_text())
         for at in [p for p in leaves(tree) if len(p) > 2]:
@@ -177,7 +177,7 @@ def test_whatever_is_read_can_be_evaluated(tree: Any) -> None:
     """A change of any part is refused with a place, or gives a problem that the evaluator can follow."""
     chance, places = Random(0), leaves(tree)
     refused = taken = 0
-    for _ in range(900):
+    for _ in range(450):
         at = chance.choice(places)
         value = chance.choice([None, -1, 0, 1, 5, 10**9, 0.5, -0.5, "fp32", "inf", True, [], [0], [[0, 0.5]], {}])
         made = with_value(tree, value, *at)
@@ -196,7 +196,7 @@ def test_whatever_is_read_can_be_evaluated(tree: Any) -> None:
                 continue
             assert math.isfinite(found.seconds) and not math.isnan(found.objective)
         taken += 1
-    assert refused > 300 and taken > 100, (refused, taken)
+    assert refused > 150 and taken > 50, (refused, taken)
 
 
 def test_a_case_that_python_makes_is_checked_too() -> None:

@@ -212,7 +212,11 @@ def orders(session: autoprec.Session) -> list[Order]:
 FEWEST = load_policy("memory").replaced(objective="bytes", noise={"gradient": 1e3, "loss": 1e3})
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if "graph break" not in c.name], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case",
+    [c for c in CASES if c.name not in ("graph break in each block", "called twice in a step", "transformer, untied")],
+    ids=lambda c: c.name,
+)
 def test_a_graph_that_is_written_and_read_is_compiled_to_the_same(case: Case) -> None:
     """Whatever the plan made of it: products in two formats, storages in FP8, tensors that are made again."""
     model, batches = case.model(), case.batches()[:4]

@@ -138,7 +138,7 @@ def test_the_peak_never_rises_when_the_budget_falls(layers: int) -> None:
     for case in map(random_case, range(40)) if not layers else [transformer_case(layers)]:
         top, fixed = totals_of_fp32(case).peak_bytes, case.problem().fixed_bytes
         peaks = []
-        for tenths in range(20, 0, -2 if layers else -1):
+        for tenths in range(20, 0, -4 if layers else -1):
             try:
                 plan = plan_of(case, budget_bytes=fixed + (top - fixed) * tenths // 20)
             except InfeasibleError:

@@ -69,7 +69,7 @@ def disagreements(seeds: range) -> list[int]:
 
 
 def test_tables_say_what_the_evaluator_says() -> None:
-    assert disagreements(range(100)) == []
+    assert disagreements(range(60)) == []
 
 
 tabulate_span = tabulate.Span
@@ -98,13 +98,14 @@ def forget_ties(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_planted_bug_is_noticed(plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    found = 0
-    for seed in range(60):
+
+    def is_noticed(seed: int) -> bool:
         try:
-            found += bool(disagreement(random_case(seed).problem(), np.random.default_rng(seed)))
+            return bool(disagreement(random_case(seed).problem(), np.random.default_rng(seed)))
         except (IndexError, ValueError):
-            found += 1
-    assert found > 0
+            return True
+
+    assert any(map(is_noticed, range(60)))
 
 
 # Elimination
@@ -162,7 +163,7 @@ def test_split_buckets_give_a_lower_bound(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_bound_is_one_at_any_prices() -> None:
-    for seed in range(100):
+    for seed in range(60):
         rng = np.random.default_rng([seed, 2])
         case = random_case(seed, most=64)
         free = case.problem()

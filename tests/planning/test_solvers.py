@@ -21,7 +21,7 @@ from autoprec.planning.uses import Saver
 from autoprec.planning.values import Problem
 from tests.planning.planning_cases import Case, random_case
 
-CASES = 120
+CASES = 80
 
 
 def random_choice(problem: Problem, rng: np.random.Generator) -> Choice:
@@ -138,8 +138,8 @@ def test_highs_finds_what_brute_force_finds():
             kinds["binding"] += highs.solve(loose).evaluation.seconds < found.evaluation.seconds
     # The cases are worth something only if they meet what the program is made of.
     assert kinds["stored"] > 5 and kinds["by others"] > 5, kinds
-    assert kinds["mixed"] > 50 and kinds["ties"] > 20 and kinds["binding"] > 20, kinds
-    assert kinds["checkpoints"] > 40, kinds
+    assert kinds["mixed"] > 30 and kinds["ties"] > 20 and kinds["binding"] > 12, kinds
+    assert kinds["checkpoints"] > 25, kinds
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -149,7 +149,7 @@ def test_the_objective_peak_is_the_fastest_at_the_lowest_peak(large, monkeypatch
     if large:
         monkeypatch.setattr(planner, "LARGE", -1)
     lowered = faster = 0
-    for seed in range(50 if large else 100):
+    for seed in range(30 if large else 60):
         case = random_case(seed)
         policy = case.policy.replaced(objective="peak", budget=None)
         question = planner.ask(case.graph, case.profile, case.device, policy, banned=case.banned)
@@ -276,6 +276,16 @@ def let_casts_last_through_emulated_products(monkeypatch):
     monkeypatch.setattr(milp_program, "_lasting", lasting)
 
 
+#: Seeds before which nobody need look: the first that shows such a bug comes somewhat later.
+SHOWN_FROM = {
+    forget_what_is_there_before_an_emulated_product: 90,
+    let_casts_last_through_emulated_products: 35,
+    forget_upstream_variance: 80,
+    forget_the_noise_of_other_savers: 30,
+    drop_the_ties: 110,
+}
+
+
 @pytest.mark.parametrize(
     "plant",
     [
@@ -302,7 +312,8 @@ def let_casts_last_through_emulated_products(monkeypatch):
 def test_a_planted_bug_is_noticed(plant, monkeypatch):
     plant(monkeypatch)
     with contextlib.suppress(SolverError):  # a solver that finds no proof has noticed, too
-        assert any(disagreement(random_case(seed, most=64), seed) for seed in range(400))
+        seeds = range(SHOWN_FROM.get(plant, 0), 400)
+        assert any(disagreement(random_case(seed, most=64), seed) for seed in seeds)
 
 
 def test_lazy_rows_are_needed(monkeypatch):
