@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -93,7 +94,8 @@ class Worker:
 def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         if os.name == "posix":
-            os.killpg(process.pid, 9)
+            with suppress(ProcessLookupError, PermissionError):  # it has ended by now, in macOS's words the second
+                os.killpg(process.pid, signal.SIGKILL)
         else:
             process.kill()
         process.wait()
