@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
 import autoprec
@@ -31,6 +34,13 @@ from tests.test_beside import ended
 from tests.test_lowering import plan_of
 from tests.test_replanning import Training
 from tests.test_takeover import STEPS, cache, made, promote, training
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _empty_cache() -> Iterator[None]:
+    """Of the compiler: what other tests have left there nobody would have to compile."""
+    with fresh_cache():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -72,11 +82,12 @@ def test_a_run_that_was_copied_goes_on_where_it_cannot_be(monkeypatch: pytest.Mo
 
 def test_one_that_fails_says_why_and_the_run_compiles_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     run = training()
-    monkeypatch.setattr(worker, "_BEGIN", "import sys; sys.stdin.buffer.readline(); raise MemoryError('no room')")
+    lost = "order['graphs'][0]['graph']['nodes'][0]['op'] = 'lost'; main(order)"
+    monkeypatch.setattr(worker, "_BEGIN", worker._BEGIN.replace("main(order)", lost))
     promote(run)
     run.steps(STEPS)
     [warning] = run.told("warning")
-    assert "did not: MemoryError: no room: the run waits for its compiler" in warning.evidence
+    assert "did not: AssertionError" in warning.evidence and "the run waits for its compiler" in warning.evidence
     assert len(run.told("lowered")) == 1
     run.session.adopt(plan_of({"0:linear#0": "bf16"}))
     assert run.session._takeover.due_step is None  # so would the next
@@ -122,22 +133,42 @@ def test_one_that_ends_before_it_listens(monkeypatch: pytest.MonkeyPatch) -> Non
 KILLED = """
 import os, sys, time
 from autoprec.execution import worker
-worker._BEGIN = worker._BEGIN.replace("main(order)", "import autoprec.execution.inductor; print(); time.sleep(600)")
-worker._BEGIN = worker._BEGIN.replace("import json", "import time, json")
-print(worker.Worker([], "cpu")._process.pid, flush=True)
+waits = "import time; from autoprec.execution import compiling; compiling.compile_whole_files = lambda: time.sleep(600)"
+worker._BEGIN = worker._BEGIN.replace("main(order)", f"{waits}; main(order)")
+found = worker.Worker([], "cpu")
+copied = os.fork()
+if not copied:
+    time.sleep(600)
+print(found._process.pid, copied, flush=True)
 time.sleep(600)
 """
 
 
-def test_it_ends_with_its_process(tmp_path: Path) -> None:
-    """Also if that is killed: its input ends."""
+def test_it_ends_with_its_process() -> None:
+    """Also if that is killed, while a copy of it, which holds the input open, lives on."""
     run = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
-    pid = int(run.stdout.readline())
+    pid, copied = map(int, run.stdout.readline().split())
     run.kill()
     run.wait()
-    assert ended(pid)
-    run.stdout.close()
+    try:
+        assert ended(pid)
+    finally:
+        os.kill(copied, signal.SIGKILL)
+        run.stdout.close()
+
+
+def test_it_does_not_read_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json.py").write_text("raise RuntimeError('not this one')")
+    monkeypatch.chdir(tmp_path)
+    assert Worker([], "cpu").wait(60.0)
+
+
+def test_without_a_python_to_start_the_run_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("executable", None), ("frozen", True)):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="there is no Python to start"):
+            patch.setattr(sys, name, value, raising=False)
+            Worker([], "cpu")
 
 
 SWITCHED = """
@@ -158,6 +189,8 @@ import json, sys
 order = json.loads(sys.stdin.readline())
 from autoprec.execution import compiling
 compiling.set_switches(order)
+import torch
+assert torch.backends.cuda.matmul.allow_tf32  # the old switch and the new ones agree, or torch refuses to tell
 print(json.dumps(compiling.switches_here()))
 '''
 there = subprocess.run([sys.executable, "-c", told], input=json.dumps(here), stdout=subprocess.PIPE, text=True).stdout
@@ -288,10 +321,18 @@ def test_inputs_that_share_their_memory_share_it_again() -> None:
     assert [m.nbytes() for m in memory] == [4 * 9 * 8, 4 * 9 * 8, 6 * 5 * 4]
 
 
-def test_what_another_process_could_not_make_is_refused() -> None:
+def test_what_another_process_could_not_make_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.empty(2)
     with pytest.raises(UnsupportedError, match=r"<lambda> has no name in its module"):
         write_graph(*graph_of(lambda x: x, x))
+
+    def mine(x: Tensor) -> Tensor:
+        return x
+
+    monkeypatch.setattr(sys.modules["__main__"], "mine", mine, raising=False)
+    mine.__module__, mine.__qualname__ = "__main__", "mine"
+    with pytest.raises(UnsupportedError, match="mine has no name in its module"):
+        write_graph(*graph_of(mine, x))
     with pytest.raises(UnsupportedError, match="the graph reads Tensor"):
         write_graph(*graph_of(With(torch.add, x), x))
     with pytest.raises(UnsupportedError, match="is sparse"):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 import os
 import shlex
-import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -37,6 +37,9 @@ _SWITCHES = (
 #: Kernels of attention that may be chosen.
 _KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 
+#: Between two looks whether the process that asked is there.
+_LOOK_SECONDS = 0.5
+
 #: Modules of the compiler's own switches.
 _CONFIGS = ("torch._inductor.config", "torch._functorch.config")
 
@@ -44,6 +47,7 @@ _CONFIGS = ("torch._inductor.config", "torch._functorch.config")
 def switches_here() -> dict[str, Any]:
     """As they stand: plain data."""
     return {
+        "fp32": torch.get_float32_matmul_precision(),
         "torch": {name: _get(name) for name in _SWITCHES},
         "attention": [name for name in _KERNELS if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()],
         "deterministic": [
@@ -58,9 +62,10 @@ def switches_here() -> dict[str, Any]:
 
 
 def _get(name: str) -> Any:
+    """None where this version of torch has no such switch."""
     found: Any = torch
     for part in name.split("."):
-        found = getattr(found, part)
+        found = getattr(found, part, None)
     return found
 
 
@@ -81,6 +86,8 @@ def set_switches(told: Mapping[str, Any]) -> None:
     torch.use_deterministic_algorithms(told["deterministic"][0], warn_only=told["deterministic"][1])
     for name in _KERNELS:
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(name in told["attention"])
+    if torch.get_float32_matmul_precision() != told["fp32"]:  # the old switch first: torch refuses a mixture
+        torch.set_float32_matmul_precision(told["fp32"])
     for name, value in told["torch"].items():
         place, _, last = name.rpartition(".")
         if _get(name) != value:
@@ -118,8 +125,8 @@ def whole(build: Callable[[str, str], None]) -> Callable[[str, str], None]:
 
 
 def main(order: Mapping[str, Any]) -> None:
-    """Compile what a `Worker` has asked for. The process ends when its input does."""
-    threading.Thread(target=_end_with_input, daemon=True).start()
+    """Compile what a `Worker` has asked for."""
+    threading.Thread(target=_end_with, args=(order["parent"],), daemon=True).start()
     if hasattr(os, "nice"):
         os.nice(10)
     from torch._guards import TracingContext, tracing
@@ -136,9 +143,14 @@ def main(order: Mapping[str, Any]) -> None:
         }
         with tracing(TracingContext(mode)), torch.enable_grad():
             compile_graph(Order(module, examples, narrow))
-    os._exit(0)  # a thread waits for the input
 
 
-def _end_with_input() -> None:
-    sys.stdin.buffer.read()
+def _end_with(parent: int) -> None:
+    """End when that process does. Processes that it has copied may hold this one's input open; on Windows, where none
+    are, an orphan keeps its parent's number."""
+    if os.name == "posix":
+        while os.getppid() == parent:
+            time.sleep(_LOOK_SECONDS)
+    else:
+        os.read(0, 1)
     os._exit(1)

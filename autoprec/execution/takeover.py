@@ -80,24 +80,26 @@ class Takeover:
             if self._beside is None:
                 try:
                     self._beside = self._begun(slots, device_type, then)
-                except (OSError, UnsupportedError) as error:  # no memory for it, say
+                except (OSError, UnsupportedError, RuntimeError) as error:  # no memory for it, say, here or on the GPU
                     self._steps = 0
                     self.close()
                     return f"no other process can compile it ({error})"
             return None
-        failure = self._failure(len(slots))
+        failure = self._failure()
         if failure:  # so will the next
             self._steps = 0
         self.close()
         return failure
 
-    def _failure(self, graphs: int) -> str:
+    def _failure(self) -> str:
         """When what compiles beside the run is done, or is not waited for any longer: "" or why it did not."""
-        took = max((made.seconds for made in self._lowering.compiled), default=0.0)
+        took: dict[str, float] = {}
+        for made in self._lowering.compiled:
+            took[made.first_op] = max(made.seconds, took.get(made.first_op, 0.0))
         match self._beside:
-            case Copy() as copy if not copy.wait(_PATIENCE_SECONDS + _PATIENCE_TIMES * took):
+            case Copy() as copy if not copy.wait(_PATIENCE_SECONDS + _PATIENCE_TIMES * max(took.values(), default=0.0)):
                 return "the copy of the process that should have compiled the plan did not"
-            case Worker() as worker if not worker.wait(max(_BEGINS_SECONDS, took * graphs)):
+            case Worker() as worker if not worker.wait(max(_BEGINS_SECONDS, sum(took.values()))):
                 return worker.failure
         return ""
 

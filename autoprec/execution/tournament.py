@@ -48,7 +48,7 @@ class Outcome:
     Attributes:
         seconds: median of the replayed forward and backward passes.
         ratio: median over rounds to the first contestant's seconds of the same round.
-        ratio_margin: half of the interval that holds the true median with 95 % (`margin_of`).
+        ratio_margin: what the rounds leave open of it (`margin_of`).
         peak_bytes: above what was held before.
         predicted_bytes: the same as the compiler's code tells it, before it runs; None in eager mode, and where it does
             not tell.
@@ -241,8 +241,9 @@ class Tournament:
 
 def margin_of(values: Sequence[float]) -> float:
     """Half of the interval between two order statistics that holds the true median with at least 95 %, whatever the
-    distribution (the sign test's: Conover, Practical Nonparametric Statistics, 3.2); of five values and fewer, of the
-    interval that holds them all, and that is less sure."""
+    distribution (the sign test's: Conover, Practical Nonparametric Statistics, 3.2). Of fewer than nine values that
+    would be all of them, and one slow round would decide: the lowest and the highest are left out then, which is less
+    sure."""
     n = len(values)
     left = math.floor(0.025 * 2**n)  # of 2^n equally likely sides of the median
     k, chances = 0, 1
@@ -250,8 +251,8 @@ def margin_of(values: Sequence[float]) -> float:
         k += 1
         chances += math.comb(n, k)
     ordered = sorted(values)
-    low = max(0, k - 1)
-    return (ordered[n - 1 - low] - ordered[low]) / 2.0
+    low = max(1, k - 1)
+    return max(0.0, ordered[n - 1 - low] - ordered[low]) / 2.0 if n > 2 else 0.0
 
 
 def _last_batch(calls: Sequence[CallRecord]) -> list[CallRecord]:

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Worker"]
 
-#: What the new process runs: its first line of input is what it is to do.
+#: What the new process runs: its first line of input is what it is to do. Nothing comes from the current folder.
 _BEGIN = (
-    "import json, sys; order = json.loads(sys.stdin.buffer.readline()); sys.path[:] = order['path'];"
+    "import sys; sys.path[:] = filter(None, sys.path);"
+    " import json; order = json.loads(sys.stdin.buffer.readline()); sys.path[:] = order['path'];"
     " from autoprec.execution.compiling import main; main(order)"
 )
 
@@ -35,8 +36,8 @@ _CONTEXT_BYTES = 1 << 30
 
 
 class Worker:
-    """A new process with as many threads and the same switches, that compiles graphs and ends. Its input is a leash:
-    it ends when this process does, however that ends.
+    """A new process with as many threads and the same switches, that compiles graphs and ends; when this process ends,
+    however that does, so does it.
 
     `OSError` if there is no room for one, also on the GPU; `UnsupportedError` for graphs that cannot be written down.
 
@@ -45,8 +46,11 @@ class Worker:
     """
 
     def __init__(self, orders: Sequence[Order], device_type: str) -> None:
+        if not sys.executable or getattr(sys, "frozen", False):
+            raise OSError("there is no Python to start")
         text = json.dumps(
             {
+                "parent": os.getpid(),
                 "path": [str(place) for place in sys.path],
                 "graphs": [_written(order) for order in orders],
                 "switches": switches_here(),

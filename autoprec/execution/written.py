@@ -167,7 +167,7 @@ def _named(value: Any) -> str:
     """The name under which any process finds a function or a type."""
     try:
         name = str(torch.fx.node._get_qualified_name(value))
-        if _found(name) is value:
+        if not name.startswith("__main__.") and _found(name) is value:
             return name
     except (AttributeError, ImportError, RuntimeError):  # torch's words for a function without a home
         pass

@@ -15,8 +15,9 @@ __all__ = ["adopt", "runners"]
 
 #: Contestants within this share of the fastest are as fast: in ten tournaments of a small network one of two took 1.001
 #: to 1.020 of the other's step (docs/measurements/suite.md), and how that falls must not decide what a step holds. What
-#: the rounds of one tournament leave open comes on top.
-_TIE_FRAC = 0.02
+#: the rounds of one tournament leave open comes on top, up to a tenth: on a machine that measures nothing, too, a plan
+#: that is faster by more than that is faster.
+_TIE_FRAC, _MOST_TIE_FRAC = 0.02, 0.10
 
 
 def runners(proposals: Proposals) -> dict[str, Plan]:
@@ -49,7 +50,8 @@ def adopt(
         what, limit = "the lowest", _low_peak(proposals, [m for m in measured.values() if not m.failure])
     unfit = {p.name: p.broken or _unfit(measured.get(p.name), limit, what) for p in proposals.all}
     fit = [p for p in sorted(proposals.all, key=_simplest) if not unfit[p.name]]
-    winner = _winner(proposals, fit, measured)
+    equal, fastest = _fastest(fit, measured)
+    winner = _winner(proposals, fit, equal, measured)
     own = measured.get(winner.name)
 
     def verdict(p: Proposal) -> str:
@@ -57,9 +59,11 @@ def adopt(
             return unfit[p.name]
         if proposals.question.policy.objective == "bytes":
             return "keeps more bytes"
-        other = measured[p.name]
-        if (slower := other.ratio / own.ratio - 1.0) > (tie := _tie_frac(other, own)):
-            return f"{slower:.1%} slower"
+        assert fastest is not None
+        other, tie = measured[p.name], _tie_frac(measured[p.name], measured[fastest.name])
+        if p not in equal:
+            than = "" if winner is fastest else f" than {fastest.name}"
+            return f"{other.ratio / measured[fastest.name].ratio - 1.0:.1%} slower{than}"
         if winner.name != "fp32" and other.peak_bytes > own.peak_bytes:
             return f"as fast within {tie:.0%}, and takes {bytes_text(other.peak_bytes - own.peak_bytes)} more"
         return f"as fast within {tie:.0%}, and less simple"
@@ -102,19 +106,31 @@ def _low_peak(proposals: Proposals, measured: Sequence[Measurement]) -> int | No
     return None if low is None else low + int(LOW_FRAC * max(0, low - proposals.problem.fixed_bytes))
 
 
-def _winner(proposals: Proposals, fit: list[Proposal], measured: Mapping[str, Measurement]) -> Proposal:
+def _fastest(
+    fit: Sequence[Proposal], measured: Mapping[str, Measurement]
+) -> tuple[Sequence[Proposal], Proposal | None]:
+    """Those that are as fast as the fastest, and that; nobody and None where none is fit."""
+    if not fit:
+        return (), None
+    fastest = min(fit, key=lambda p: measured[p.name].ratio)
+    own = measured[fastest.name]
+    return [p for p in fit if measured[p.name].ratio <= (1.0 + _tie_frac(measured[p.name], own)) * own.ratio], fastest
+
+
+def _winner(
+    proposals: Proposals, fit: Sequence[Proposal], equal: Sequence[Proposal], measured: Mapping[str, Measurement]
+) -> Proposal:
     if not fit:
         return proposals.best
     if proposals.question.policy.objective == "bytes":
         return min(fit, key=lambda p: (p is not proposals.best, p.solution.evaluation.saved_bytes))
-    fastest = min((measured[p.name] for p in fit), key=lambda m: m.ratio)
-    equal = [p for p in fit if measured[p.name].ratio <= (1.0 + _tie_frac(measured[p.name], fastest)) * fastest.ratio]
     return min(equal, key=lambda p: (p.name != "fp32", measured[p.name].peak_bytes))
 
 
 def _tie_frac(a: Measurement, b: Measurement) -> float:
-    """What the ratios of two that are as fast may differ by: independent margins add as squares do."""
-    return math.hypot(_TIE_FRAC, *(m.ratio_margin / m.ratio for m in (a, b) if m.ratio > 0.0))
+    """What the ratios of two that are as fast may differ by: margins add as squares do, as if they were independent."""
+    margins = (m.ratio_margin / m.ratio for m in (a, b) if m.ratio > 0.0)
+    return min(_MOST_TIE_FRAC, math.hypot(_TIE_FRAC, *margins))
 
 
 def _why(proposals: Proposals, winner: Proposal, measured: Mapping[str, Measurement]) -> str:

@@ -51,7 +51,7 @@ def descent(found: Calibrated, percents: range = range(100, 0, -5)) -> list[Poin
                 measured_bytes=own.measured.peak_bytes - fixed,
                 seconds=own.measured.seconds,
                 adopted=own.name,
-                slower=tuple(c.name for c in plan.contestants if c.verdict.endswith("% slower")),
+                slower=tuple(c.name for c in plan.contestants if "% slower" in c.verdict),
             )
         )
     return points
