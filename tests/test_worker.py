@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import autoprec
 from autoprec.errors import UnsupportedError
 from autoprec.execution import beside, inductor, takeover, worker
-from autoprec.execution.inductor import Inductor, Order
+from autoprec.execution.inductor import Inductor, Order, Partitioner
 from autoprec.execution.worker import Worker
 from autoprec.execution.written import read_graph, write_graph
 from autoprec.numerics.products import GemmSpec
@@ -116,7 +116,21 @@ def test_one_that_is_not_ready_is_not_waited_for_longer_than_compiling_takes(
     assert run.session._takeover.due_step is not None
 
 
-def test_without_room_on_the_gpu_the_run_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_cannot_be_asked_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch says so with a RuntimeError: a GPU that is out of order, say."""
+
+    def out_of_order() -> None:
+        raise RuntimeError("CUDA error")
+
+    run = training()
+    monkeypatch.setattr(worker, "switches_here", out_of_order)
+    promote(run)
+    run.step()
+    [warning] = run.told("warning")
+    assert "no other process can compile it (CUDA error)" in warning.evidence and len(run.told("lowered")) == 1
+
+
+def test_without_room_on_the_gpu_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 29, 1 << 35))
     with pytest.raises(OSError, match="the GPU has less than 1024 MiB left"):
         Worker([], "cuda")
@@ -212,24 +226,24 @@ def test_the_new_process_has_the_switches_of_the_old_one() -> None:
 
 
 def traced(order: Order, mode: Any) -> list[tuple[Any, ...]]:
-    """What the compiler is given of each pass: code, what every node is, what must be saved, and its options."""
+    """What the compiler is given of each pass: code, what every node is and is about, what must be saved, options."""
     passes = []
 
     def look(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-        nodes = [(n.name, n.meta.get("recompute"), str(n.meta.get("val"))) for n in graph.graph.nodes]
+        nodes = [(n.name, *(str(n.meta.get(k)) for k in ("recompute", "val", "custom"))) for n in graph.graph.nodes]
         told = sorted((k, str(v)) for k, v in options.items() if k not in ("graph_id", "get_decomp_fn"))
         passes.append((graph.code, nodes, [str(x) for x in inputs], told))
         return lambda arguments: graph(*arguments)
 
     with pytest.MonkeyPatch.context() as patch, tracing(TracingContext(mode)), torch.enable_grad():
         patch.setattr(inductor, "compile_fx_inner", look)
-        inductor.compile_graph(order)
+        inductor.compile_graph(order, Partitioner({}))
     return passes
 
 
 def again(order: Order) -> tuple[Order, Any]:
     module, examples, mode = read_graph(json.loads(json.dumps(write_graph(order.module, order.examples))))
-    return Order(module, examples, order.narrow), mode
+    return Order(module, examples), mode
 
 
 def same_again(order: Order) -> None:
@@ -280,6 +294,13 @@ def test_bodies_of_checkpoints_are_written_too() -> None:
     same_again(order)
 
 
+def test_what_a_checkpoint_does_of_its_own_is_refused() -> None:
+    module, examples = graph_of(torch.relu, torch.empty(2))
+    module.meta["_checkpoint_context_fn"] = torch.utils.checkpoint.noop_context_fn
+    with pytest.raises(UnsupportedError, match="a context function of its own"):
+        write_graph(module, examples)
+
+
 def graph_of(function: Callable[..., Any], *examples: Any) -> tuple[fx.GraphModule, Sequence[Any]]:
     graph = fx.Graph()
     graph.output(graph.call_function(function, tuple(graph.placeholder(f"x{i}") for i in range(len(examples)))))
@@ -303,7 +324,7 @@ def test_values_are_read_as_they_were(value: Any) -> None:
 
 def test_methods_and_numbers_that_are_none() -> None:
     module, _ = graph_of(With(Method("view"), float("nan")), torch.empty(2))
-    (call,) = (n for n in again(Order(module, [torch.empty(2)], {}))[0].module.graph.nodes if n.op == "call_function")
+    (call,) = (n for n in again(Order(module, [torch.empty(2)]))[0].module.graph.nodes if n.op == "call_function")
     assert type(call.target.function) is Method and call.target.function.__name__ == "view"
     assert call.target.fixed[0] != call.target.fixed[0]
 
@@ -311,9 +332,11 @@ def test_methods_and_numbers_that_are_none() -> None:
 def test_inputs_that_share_their_memory_share_it_again() -> None:
     tokens = torch.empty(4, 9, dtype=torch.int64)
     weight = nn.Parameter(torch.empty(6, 5).t())
-    order, _ = again(Order(*graph_of(torch.add, tokens[:, :-1], tokens[:, 1:], weight, 3), {}))
-    x, y, w, three = order.examples
+    activation = torch.empty(2, requires_grad=True)
+    order, _ = again(Order(*graph_of(torch.add, tokens[:, :-1], tokens[:, 1:], weight, 3, activation)))
+    x, y, w, three, a = order.examples
     assert three == 3 and isinstance(w, nn.Parameter) and w.requires_grad and not x.requires_grad
+    assert a.requires_grad and not isinstance(a, nn.Parameter)
     assert [(t.shape, t.stride(), t.dtype, t.storage_offset()) for t in (x, y, w)] == [
         (t.shape, t.stride(), t.dtype, t.storage_offset()) for t in (tokens[:, :-1], tokens[:, 1:], weight)
     ]

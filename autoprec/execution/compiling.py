@@ -131,18 +131,15 @@ def main(order: Mapping[str, Any]) -> None:
         os.nice(10)
     from torch._guards import TracingContext, tracing
 
-    from autoprec.execution.inductor import Narrow, Order, compile_graph
+    from autoprec.execution.inductor import Order, Partitioner, compile_graph
     from autoprec.execution.written import read_graph
 
     set_switches(order["switches"])
     compile_whole_files()
     for graph in order["graphs"]:
         module, examples, mode = read_graph(graph)
-        narrow = {
-            name: Narrow(numel, dtype, tuple(made_of)) for name, (numel, dtype, made_of) in graph["narrow"].items()
-        }
         with tracing(TracingContext(mode)), torch.enable_grad():
-            compile_graph(Order(module, examples, narrow))
+            compile_graph(Order(module, examples), Partitioner({}))  # what it keeps is the run's to know
 
 
 def _end_with(parent: int) -> None:

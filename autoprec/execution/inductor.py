@@ -90,12 +90,13 @@ class Inductor:
     @property
     def order(self) -> Order:
         """What `prepare` compiles."""
-        return Order(self._labelled(), self._fakes, self._narrow())
+        return Order(self._labelled(), self._fakes)
 
     def _compile(self, examples: Sequence[Any]) -> Callable[..., Any]:
         begin = time.perf_counter()
         try:
-            run, partitioner, passes = compile_graph(Order(self._labelled(), examples, self._narrow()))
+            partitioner = Partitioner(self._narrow())
+            run, passes = compile_graph(Order(self._labelled(), examples), partitioner)
         except Exception as error:
             what = " ".join(str(error).split())[:300]
             raise UnsupportedError(
@@ -138,17 +139,14 @@ class Inductor:
 
 
 class Order(NamedTuple):
-    """What the compiler is given: a graph whose nodes say which tensor they are about, examples of its inputs, and the
-    tensors that the plan does not keep as they are."""
+    """What the compiler is given: a graph whose nodes say which tensor they are about, and examples of its inputs."""
 
     module: fx.GraphModule
     examples: Sequence[Any]
-    narrow: Mapping[str, Narrow]
 
 
-def compile_graph(order: Order) -> tuple[Callable[..., Any], Partitioner, list[_Pass]]:
-    """(what runs, what it keeps, its forward pass and its backward pass if it has one)."""
-    partitioner = Partitioner(order.narrow)
+def compile_graph(order: Order, partitioner: Partitioner) -> tuple[Callable[..., Any], list[_Pass]]:
+    """(what runs, its forward pass and its backward pass if it has one); `partitioner` then knows what it keeps."""
     passes: list[_Pass] = []
 
     def compile_pass(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
@@ -162,7 +160,7 @@ def compile_graph(order: Order) -> tuple[Callable[..., Any], Partitioner, list[_
         inductor_config.patch(custom_partitioner_fn=partitioner, **_OPTIONS),
         functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
     ):
-        return compile_fx(order.module, list(order.examples), inner_compile=compile_pass), partitioner, passes
+        return compile_fx(order.module, list(order.examples), inner_compile=compile_pass), passes
 
 
 class _Pass(NamedTuple):

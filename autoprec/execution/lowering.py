@@ -151,7 +151,7 @@ class Lowering:
         the plan changes nothing, `plan` where there is none yet: that is not worth compiling."""
         if self.backend == "eager" or plan is None or not compiled or self._stays_uncompiled(plan):
             return _Eager(binding, plan, rewritten)
-        key = (binding, "" if rewritten is None else plan.fingerprint)
+        key = _key(binding, plan, rewritten)
         if key in self._refused:
             return _Eager(binding, plan, rewritten)
         if key not in self._graphs:
@@ -162,8 +162,10 @@ class Lowering:
 
     def order(self, binding: Binding, plan: Plan | None, rewritten: Rewritten | None) -> Order | None:
         """What would be compiled for `runs` that is not compiled yet."""
-        key = (binding, "" if rewritten is None or plan is None else plan.fingerprint)
-        if plan is None or key in self._refused or key in self._graphs or self._stays_uncompiled(plan):
+        if plan is None or self._stays_uncompiled(plan):
+            return None
+        key = _key(binding, plan, rewritten)
+        if key in self._refused or key in self._graphs:
             return None
         from autoprec.execution.inductor import Inductor
 
@@ -171,10 +173,15 @@ class Lowering:
 
     def uncompiled(self, binding: Binding, plan: Plan, rewritten: Rewritten | None) -> Runner:
         """What the compiler refused, as it is; also when this plan comes back."""
-        key = (binding, "" if rewritten is None else plan.fingerprint)
+        key = _key(binding, plan, rewritten)
         self._graphs.pop(key, None)
         self._refused.add(key)
         return _Eager(binding, plan, rewritten)
+
+
+def _key(binding: Binding, plan: Plan, rewritten: Rewritten | None) -> tuple[Binding, str]:
+    """Under which a graph is known; one that no plan changes, as it was captured."""
+    return binding, "" if rewritten is None else plan.fingerprint
 
 
 def _name(plan: Plan) -> str:

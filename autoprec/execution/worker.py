@@ -12,7 +12,7 @@ import tempfile
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -52,7 +52,7 @@ class Worker:
             {
                 "parent": os.getpid(),
                 "path": [str(place) for place in sys.path],
-                "graphs": [_written(order) for order in orders],
+                "graphs": [write_graph(*order) for order in orders],
                 "switches": switches_here(),
             }
         )
@@ -106,8 +106,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     assert process.stdin is not None
     with suppress(BrokenPipeError):
         process.stdin.close()
-
-
-def _written(order: Order) -> dict[str, Any]:
-    narrow = {tensor: list(how) for tensor, how in order.narrow.items()}
-    return {**write_graph(order.module, order.examples), "narrow": narrow}

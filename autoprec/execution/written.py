@@ -63,7 +63,7 @@ def _written_module(module: fx.GraphModule) -> dict[str, Any]:
             bodies[target] = _written_module(body)
         written = {"name": node.name, "op": node.op, "args": _written(node.args), "kwargs": _written(dict(node.kwargs))}
         written["target"] = _written(target) if node.op == "call_function" else target
-        tensor = node.meta.get("custom", {}).get(OF_TENSOR)
+        tensor = node.meta.get("custom", {}).get(OF_TENSOR)  # a part of what the compiler's cache goes by
         nodes.append(written if tensor is None else {**written, "tensor": tensor})
     return {"nodes": nodes, "bodies": bodies}
 
