@@ -200,7 +200,8 @@ class Session(Replanning, Resumable):
     def run(self, template: Template, arguments: Sequence[Any]) -> Any:
         """Run a captured graph for the owner of its parameters (called by the dispatcher)."""
         key = (template, tuple(id(arguments[p]) for p in template.parameter_positions))
-        refusals.refuse_autocast(self._device_type)
+        if torch._C._is_any_autocast_enabled():  # which the device need not be asked for
+            refusals.refuse_autocast(self._device_type)
         slot = self._slots.get(key)
         if slot is None:
             slot = self._slots[key] = self._bind(template, arguments)
@@ -271,7 +272,7 @@ class Session(Replanning, Resumable):
         self._ran.clear()
         self._incident = ""
         interval = self.policy.monitor.interval_steps
-        monitored = self._stability.watches(self.plan) and self.steps % interval == interval - 1
+        monitored = self.steps % interval == interval - 1 and self._stability.watches(self.plan)
         if self.calibrating:
             self._provisional.begin_step()
         if self.calibrating or monitored:

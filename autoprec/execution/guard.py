@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from autoprec.numerics.looked_at import is_known
-
 __all__ = [
     "BufferSnapshot",
     "GradientWatch",
@@ -105,23 +103,16 @@ class GradientWatch:
             self.look()
 
     def _ends(self) -> None:
-        """The backward pass. What was looked at when it was made, and is as it was, is good. Other processes, and hooks
-        of somebody else's, may write past the version that tells; those hooks may have come after the look, too."""
-        task, unknown = self._task[0], []
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            for fqn in self._arrived:
-                p = self._parameters[fqn]
-                g = p.grad
-                if g is None or p._backward_hooks or not is_known(p, g, task):
-                    unknown.append(fqn)
-            self._fresh.update(self._arrived)
-            self._arrived[:] = unknown
-        self._arrived += self._shared & self._fresh
+        """The backward pass. Hooks of somebody else's may have come after the look."""
+        if self._shared:
+            self._arrived += self._shared & self._fresh
         self.look()
 
     def look(self) -> None:
         """At the gradients that have arrived and were not looked at yet. Together, because the code that looks is out
         of the caches each time (docs/measurements/overhead.md); the latest first, which are in them still."""
+        if not self._arrived:
+            return
         names = self._arrived[::-1]
         self._arrived.clear()
         self._fresh.update(names)
@@ -283,7 +274,7 @@ class BufferSnapshot:
             self._children = [m._modules for m in named.values()]
             self._seen = [dict(children) for children in self._children]
         found: dict[str, Tensor] = {}
-        seen = set[int]()
+        seen: set[int] = set()
         for prefix, own in compress(zip(self._names, self._own, strict=True), self._own):  # few modules have any
             for key, b in own.items():
                 if b is not None and id(b) not in seen:

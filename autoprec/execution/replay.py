@@ -72,10 +72,11 @@ def keep_gradients(
             record.output_gradients[index] = outside
         covered.add(record.binding.covers)
 
-    given = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+    given = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    known: set[int] = set()
     for i, y in enumerate(given):
-        known = any(y is z for z in given[:i])  # returned twice: its gradient enters once
-        if isinstance(y, Tensor) and y.requires_grad and not y.is_leaf and not known:
+        if isinstance(y, Tensor) and y.requires_grad and not y.is_leaf and id(y) not in known:
+            known.add(id(y))  # returned twice, its gradient enters once
             sent: list[Tensor] = []
             for node, k in _senders(y, given) if apart else ():
                 node.register_hook(partial(_note, sent, k))

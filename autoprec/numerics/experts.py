@@ -50,7 +50,7 @@ class _GroupedLinear(torch.autograd.Function):
             with spec.computing(spec.grad_weight):
                 product = torch.stack([_wide_product(x[group].t(), g[group]) for group in ctx.groups])
             product = spec.product(product, spec.grad_weight, made_in(spec, grad, weight))
-            grad_w = unscaled(ctx, product, weight.dtype, ctx.weight)
+            grad_w = unscaled(ctx, product, weight.dtype)
             del x, g, product
         del read  # as in a linear: it need not be there beside the input's gradient
         if ctx.needs_input_grad[0]:
@@ -103,14 +103,14 @@ class _BatchedLinear(torch.autograd.Function):
         refuse_copies(ctx)
         if read is not None:
             product = _batched_weight_gradient(spec, grad, read, made_in(spec, grad, weight))
-            grad_w = unscaled(ctx, product, weight.dtype, ctx.weight)
+            grad_w = unscaled(ctx, product, weight.dtype)
             del product
         del read  # as in a linear: it need not be there beside the input's gradient
         if ctx.needs_input_grad[0]:
             grad_x = _batched_input_gradient(spec, grad, weight, ctx.x_dtype)
         if ctx.bias_shape is not None and ctx.needs_input_grad[2]:
             wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-            grad_b = unscaled(ctx, wide.sum_to_size(ctx.bias_shape), weight.dtype, None)
+            grad_b = unscaled(ctx, wide.sum_to_size(ctx.bias_shape), weight.dtype)
         return grad_x, grad_w, grad_b, None, None, None
 
 

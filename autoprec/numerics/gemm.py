@@ -17,7 +17,6 @@ from torch import Tensor
 
 from autoprec.formats import is_scaled, other_operand, result_format
 from autoprec.numerics.compilers import is_traced
-from autoprec.numerics.looked_at import leaf
 from autoprec.numerics.operands import begin, made_in, read_operand, refuse_copies, saved_operand, unscaled
 from autoprec.numerics.packing import Packed, decode
 from autoprec.numerics.products import GemmSpec, operands_product, rows_times_rows
@@ -92,7 +91,7 @@ class _Linear(torch.autograd.Function):
         kept: Kept | None,
         spec: GemmSpec,
     ) -> Tensor:
-        ctx.bias, read = leaf(bias), begin(ctx, x, weight, operand, kept, spec)
+        read = begin(ctx, x, weight, operand, kept, spec)
         # Detached, because torch lets nobody change a view in place that a custom function returns.
         return rows_times_rows(read, weight, spec.output, spec, spec.result, bias).detach()
 
@@ -106,13 +105,13 @@ class _Linear(torch.autograd.Function):
             refuse_copies(ctx)
         if read is not None:
             product = _weight_gradient(spec, flat, read, made_in(spec, grad, weight))
-            grad_w = unscaled(ctx, product, weight.dtype, ctx.weight)
+            grad_w = unscaled(ctx, product, weight.dtype)
             del product
         del read  # made for this pass, as like as not: it need not be there beside the input's gradient
         if ctx.needs_input_grad[0]:
             grad_x = _input_gradient(spec, flat, weight, ctx.x_dtype).view(*grad.shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[2]:
-            grad_b = unscaled(ctx, _channel_sums(flat, spec.grad_weight), weight.dtype, ctx.bias)
+            grad_b = unscaled(ctx, _channel_sums(flat, spec.grad_weight), weight.dtype)
         return grad_x, grad_w, grad_b, None, None, None
 
 
@@ -166,7 +165,7 @@ class _Conv(torch.autograd.Function):
         spec: GemmSpec,
         options: ConvOptions,
     ) -> Tensor:
-        ctx.bias, ctx.options = leaf(bias), options
+        ctx.options = options
         read = begin(ctx, x, weight, operand, kept, spec)
         w = spec.operand(weight, other_operand(spec.output))
         b = None if bias is None else bias.to(spec.result).to(w.dtype)
@@ -183,14 +182,14 @@ class _Conv(torch.autograd.Function):
         if read is not None:
             product = _conv_weight_gradient(spec, ctx.options, grad, read, weight)
             product = spec.product(product, spec.grad_weight, made_in(spec, grad, weight))
-            grad_w = unscaled(ctx, product, weight.dtype, ctx.weight)
+            grad_w = unscaled(ctx, product, weight.dtype)
         there = read if isinstance(read, Tensor) and ctx.again is None else None
         del read  # as in `_Linear`
         if ctx.needs_input_grad[0]:
             product = _conv_input_gradient(spec, ctx.options, grad, there, ctx.x_shape, weight)
             grad_x = spec.product(product, spec.grad_input, ctx.x_dtype)
         if ctx.needs_input_grad[2]:
-            grad_b = unscaled(ctx, _channel_sums(grad, spec.grad_weight), weight.dtype, ctx.bias)
+            grad_b = unscaled(ctx, _channel_sums(grad, spec.grad_weight), weight.dtype)
         return grad_x, grad_w, grad_b, None, None, None, None
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from autoprec.formats import is_scaled
 from autoprec.numerics.double_backward import refuse_double_backward
-from autoprec.numerics.looked_at import leaf, widened
 from autoprec.numerics.packing import Packed
 from autoprec.numerics.products import GemmSpec
 from autoprec.numerics.remaking import Kept, Remade
@@ -30,7 +29,6 @@ def begin(
     """The forward pass of a product with a parameter: what it reads; that, or what is kept instead, is saved, if the
     parameter wants a gradient."""
     ctx.spec, ctx.x_dtype, ctx.x_shape = spec, x.dtype, x.shape
-    ctx.weight = leaf(weight)
     read = read_operand(x, operand, spec)
     _save(ctx, (read if kept is None else kept) if ctx.needs_input_grad[1] else None, weight)
     return read
@@ -75,9 +73,8 @@ def made_in(spec: GemmSpec, grad: Tensor, weight: Tensor) -> torch.dtype:
     return torch.bfloat16 if narrow and weight.dtype is torch.float32 else weight.dtype
 
 
-def unscaled(ctx: Any, grad: Tensor, like: torch.dtype, parameter: int | None) -> Tensor:
-    """The gradient of a parameter without its region's factor, in FP32 or wider, then as the parameter is. Who that is
-    (`leaf`) is told to who looks at it."""
+def unscaled(ctx: Any, grad: Tensor, like: torch.dtype) -> Tensor:
+    """The gradient of a parameter without its region's factor, in FP32 or wider, then as the parameter is."""
     spec: GemmSpec = ctx.spec
-    grad = widened(grad, torch.promote_types(grad.dtype, torch.float32), parameter)
+    grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
     return (grad.mul_(2.0**-spec.scale_log2) if spec.scale_log2 else grad).to(like)

@@ -1,5 +1,4 @@
-"""When to look at gradients: `python -m tests.bench.looks [NAME ...] [--steps 120]`. And what a look takes while
-gradients in BF16 are cast to FP32.
+"""When to look at gradients: `python -m tests.bench.looks [NAME ...] [--steps 120]`.
 
 One model trains, bare but for hooks that say that a gradient has arrived. Every step looks at all gradients in one of
 several ways, in an order by chance; its time is held against that of the step that did not look. Whole steps with the
@@ -20,7 +19,6 @@ import torch
 from torch import Generator, Tensor, nn
 
 from autoprec.execution.guard import norm_of
-from autoprec.numerics import elements
 from tests.bench.measure import calibrate, one_thread
 from tests.bench.overhead import Training
 from tests.bench.workloads import chosen
@@ -86,34 +84,11 @@ WAYS: dict[str, tuple[int, Callable[[list[Tensor]], object]]] = {
 }
 
 
-def casts(threads: int, rounds: int = 1000) -> None:
-    """With so many threads, by torch, and by the loop that looks; in turn."""
-    torch.set_num_threads(threads)
-    x = torch.randn(1024, 256).bfloat16()
-    ways: dict[str, Callable[[], object]] = {
-        "torch's": lambda: x.to(torch.float32),
-        "torch's, and a look": lambda: norm_of(x.to(torch.float32)),
-        "with a look": lambda: elements.widened(x),
-    }
-    taken = {name: list[float]() for name in ways}
-    for _ in range(rounds):
-        for name, cast in ways.items():
-            begin = time.perf_counter()
-            cast()
-            taken[name].append(time.perf_counter() - begin)
-    for name, seconds in taken.items():
-        low, middle, high = (q * 1e6 for q in statistics.quantiles(seconds, n=4))
-        print(f"cast of 1024 × 256, {threads} threads, {name:20} {middle:.1f} µs ({low:.1f}–{high:.1f})", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.looks")
     parser.add_argument("--steps", type=int, default=120)
     workloads, given = chosen(parser)
     with one_thread():
-        for threads in (1, 2):
-            casts(threads)
-        torch.set_num_threads(1)
         for workload in workloads:
             found = calibrate(workload)
             plan = found.planned("balanced")

@@ -19,14 +19,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from autoprec.formats import format_named
 from autoprec.graphs import Role
-from autoprec.numerics import looked_at
 from autoprec.reporting.trials import Trial, trial_tables, trials_data
 from autoprec.testing.chaos import STEPS_BEFORE, WINDOW_STEPS, Run, Start, at_hand, chaos, outcome_of
 from autoprec.testing.injection import KINDS, inject
@@ -291,11 +289,10 @@ def outside(start: Start, kind: type[Outside], chance: random.Random, run_name: 
     )
 
 
-@mock.patch.object(looked_at, "_ENOUGH", -1)
 def campaign(
     count: int, seed: int, tell: Callable[[str], object] = lambda _: None, planned: Sequence[tuple[str, Start]] = ()
 ) -> list[Trial]:
-    """So many faults, three of five from outside. Gradients are looked at as in a run of more steps than these."""
+    """So many faults, three of five from outside."""
     chance, trials = random.Random(seed), list[Trial]()
     planned = planned or list(starts(seed))
     each = math.ceil(count / len(planned))
