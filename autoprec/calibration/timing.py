@@ -302,7 +302,7 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
             held |= {role: workspace_bytes(run, device) for role, run in roles.items() if role is not Role.OUTPUT}
         if case.op.kind in GROUPED and fmt == "fp32":  # may give both gradients, whichever is wanted
             held |= dict.fromkeys((Role.GRAD_INPUT, Role.GRAD_WEIGHT), workspace_bytes(backward(y, leaves), device))
-        mixed = _mixed(case, device_type) if fmt == "fp32" and case.op.gemm is not None else {}
+        mixed = _mixed(case, device_type) if fmt == "fp32" and case.op.is_plain_product else {}
         return _Runs(runs=roles, private_bytes=private, workspace=held, mixed=mixed)
     whole = backward(y, leaves)
     runs: dict[Role, Callable[[], object]] = {Role.OUTPUT: lambda: (without_graph(), whole())}
@@ -339,6 +339,12 @@ def _mixed(case: TimingCase, device_type: str) -> dict[Role, int]:
     """Workspace of our own product in FP32, by gradient role: its backward pass makes one gradient after the other."""
     found, device = {}, torch.device(device_type)
     forward, (x, *parameters), _ = _callable(case, "fp32", device_type, ours=True)
+    if case.op.gemm is None:  # of two activations
+        with torch.enable_grad():
+            y = forward()
+        live = [t for t in (x, *parameters) if t.requires_grad]
+        run = partial(torch.autograd.grad, y, live, torch.randn_like(y), retain_graph=True, allow_unused=True)
+        return {Role.GRAD_INPUT: workspace_bytes(run, device)}
     needed = x.requires_grad
     for role, wanted in ((Role.GRAD_INPUT, [x]), (Role.GRAD_WEIGHT, parameters)):
         for t in (x, *parameters):
@@ -392,7 +398,7 @@ def _callable(
         if op.kind in GROUPED:
             own[id(named["offs"])] = _even(named["offs"], x.shape[0])
         args, kwargs = fx.node.map_aggregate((args, kwargs), lambda v: own.get(id(v), v))
-    if op.is_plain_product and fmt != "fp32":
+    if op.is_plain_product and (fmt != "fp32" or ours):
         spec = gemm_spec({Role.OUTPUT: fmt}, device_type)
         return lambda: matmul(leaves[0], leaves[-1], spec), leaves, given
     if op.op_class is OpClass.NORM and fmt == "fp16":

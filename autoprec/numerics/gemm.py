@@ -281,18 +281,21 @@ class _Matmul(torch.autograd.Function):
         if ctx.kept_as is not None:
             a, b = Packed(a, scale_a, ctx.kept_as), Packed(b, scale_b, ctx.kept_as)
         shape_a, shape_b = (t.payload.shape if isinstance(t, Packed) else t.shape for t in (a, b))
-        fmt, beside = spec.grad_input, other_operand(spec.grad_input)
+        fmt = spec.grad_input
         g = spec.operand(spec.gradient(grad, fmt), fmt)
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            with spec.computing(fmt):
-                product = _product_to(g, spec.operand(b, beside).mT, shape_a)
-            grad_a = spec.product(product, fmt, ctx.dtypes[0])
+            grad_a = spec.product(_product_with(spec, g, b, shape_a, left=True), fmt, ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
-            with spec.computing(fmt):
-                product = _product_to(spec.operand(a, beside).mT, g, shape_b)
-            grad_b = spec.product(product, fmt, ctx.dtypes[1])
+            grad_b = spec.product(_product_with(spec, g, a, shape_b, left=False), fmt, ctx.dtypes[1])
         return grad_a, grad_b, None
+
+
+def _product_with(spec: GemmSpec, g: Tensor, other: Tensor | Packed, shape: torch.Size, *, left: bool) -> Tensor:
+    """g · otherᵀ, or otherᵀ · g. A function of its own, so that the copy of the other is gone when it returns."""
+    read = spec.operand(other, other_operand(spec.grad_input)).mT
+    with spec.computing(spec.grad_input):
+        return _product_to(g, read, shape) if left else _product_to(read, g, shape)
 
 
 def _product_to(a: Tensor, b: Tensor, shape: torch.Size) -> Tensor:

@@ -160,6 +160,9 @@ class _Check:
             self.index((*at, "x"), gemm.x, len(p.tensors), "tensor")
             self.index((*at, "variance"), gemm.variance, p.variances, "variance")
             self.amounts(at, gemm, "x_numel", "out_numel", "upstream", "operands_numel", "weight_bytes", "seen_numel")
+            for k, pair in enumerate(gemm.pairs):
+                for j, numel in enumerate(pair):
+                    self.amount((*at, "pairs", k, j), numel)
             for k, f in enumerate(gemm.emulated):
                 check_format(f, InputError, *at, "emulated", k)
             if gemm.summed is not None:

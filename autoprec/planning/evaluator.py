@@ -9,6 +9,7 @@ from typing import Self
 from autoprec.formats import held_as, is_scaled, other_operand, result_format
 from autoprec.graphs import Role
 from autoprec.planning.codes import bytes_of
+from autoprec.planning.pairs import Part, stages
 from autoprec.planning.solutions import Choice, Evaluation
 from autoprec.planning.values import Gemm, GradientNode, PlanTensor, Problem
 from autoprec.plans import RECOMPUTED, Violation
@@ -228,9 +229,9 @@ class Step:
         beside = held_as(other_operand(self.format(gemm.grad_weight)))
         # A product in FP8 makes its copies of gradients and weights itself: they are in its own seconds.
         of_input = [(made, h, out)] if gemm.has_grad_input else []
-        if gemm.operands_numel:
-            again = held_as(other_operand(self.format(gemm.grad_input)))
-            of_input.append((self.copy(gemm.output), again, gemm.operands_numel))
+        operands = [gemm.operands_numel] if gemm.operands_numel else [other for _, other in gemm.pairs]
+        again = held_as(other_operand(self.format(gemm.grad_input)))
+        of_input += [(self.copy(gemm.output), again, numel) for numel in operands]
         of_weight = [(made, g, out), (read, beside, gemm.read_numel)] if gemm.has_grad_weight else []
         held = [self.product(gemm, gemm.grad_input, of_input), self.product(gemm, gemm.grad_weight, of_weight)]
         if gemm.has_grad_input and h != made:  # the input's gradient is cast when all else is gone
@@ -242,6 +243,8 @@ class Step:
             there, made_of = (size * bytes_of(self.format_kept(gemm)) for size in p.remade_for(gemm))
             held[1] += there
             held.append(there + made_of)  # what it is made of is gone when the product begins
+        if gemm.pairs:
+            held[0] = self.of_two(gemm)
         roles = (gemm.output, gemm.grad_input, gemm.grad_weight)
         plain = self.storage_of(gemm) is None and all(self.format(u) == "fp32" for u in roles)
         early, late = p.one_after_the_other(gemm, self.format(gemm.output), plain=plain)
@@ -250,6 +253,30 @@ class Step:
         if plain and gemm.summed is not None:
             then = p.backward(gemm.summed[0])
             self.hold(f"sum of gradients of the weight of {gemm.op}", "workspace", then, then, gemm.summed[1])
+
+    def of_two(self, gemm: Gemm) -> int:
+        """Bytes of the backward pass of a product of two activations, above the gradients that it gives."""
+        made, h, kept = self.result(gemm.output), self.result(gemm.grad_input), self.copy(gemm.output)
+        again = held_as(other_operand(self.format(gemm.grad_input)))
+        own, emulated = bytes_of(h), h in gemm.emulated
+        copy = own if made != h else 0
+        operand = bytes_of(again) if kept != again else 0
+        rounded = made != ("fp32" if emulated else h)
+        sizes = {
+            Part.MADE: bytes_of(made),
+            Part.PRODUCT: 4 if emulated else own,
+            Part.ROUNDED: (4 if emulated else own) if rounded else 0,
+            Part.GIVEN: bytes_of(made) if rounded else 0,
+            Part.ARRIVING: 4 if emulated else copy,
+            Part.OPERAND: 4 if emulated else operand,
+            Part.CASTING: copy + 4 if emulated and copy else 0,
+            Part.READING: operand + 4 if emulated and operand else 0,
+            Part.WORKSPACE: 0
+            if emulated
+            else self.problem.units[gemm.grad_input].workspace[self.options[gemm.grad_input]],
+        }
+        found = stages(gemm.out_numel, gemm.pairs, 1)
+        return max(sum(sign * numel * sizes[part] for part, numel, sign in stage) for stage in found)
 
     def product(self, gemm: Gemm, unit: int, casts: Sequence[_Cast]) -> int:
         """Bytes of a product of a GEMM's backward pass, and of its operands' casts; seconds of the latter."""

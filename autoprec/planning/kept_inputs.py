@@ -1,5 +1,6 @@
 """Ops of which ours keep what they are given, where torch's keep other tensors: attention without one kernel for both
-passes (with dropout on a CPU, or with a trained mask), and cross entropy."""
+passes (with dropout on a CPU, or with a trained mask), cross entropy, and products of two activations that are views
+in another order (queries and keys of several heads)."""
 
 from __future__ import annotations
 
@@ -43,6 +44,15 @@ def keeps_logits(op: Op, graph: OpGraph) -> bool:
     return more in besides or op.inputs[0] in op.saves
 
 
+def _copied(op: Op, graph: OpGraph, roots: Roots) -> tuple[str, ...]:
+    """Of a product of two activations, those of which torch's keeps a contiguous copy."""
+    if op.weights or not op.is_plain_product:
+        return ()
+    specs, saved = graph.tensor_by_id, {roots.root_of[t] for t in op.saves}
+    found = tuple(t for t in dict.fromkeys(op.inputs) if specs[t].is_float32 and roots.root_of[t] not in saved)
+    return found if sum(4 * specs[t].numel for t in found) <= op.private_saved_bytes else ()
+
+
 def with_kept_inputs(graph: OpGraph, roots: Roots) -> OpGraph:
     """The graph where these ops keep what they are given, which is what ours do in a narrow format (`numerics.lean`,
     `numerics.losses`). As written, attention keeps copies of queries, keys and values, and the sum of scores and a
@@ -51,7 +61,7 @@ def with_kept_inputs(graph: OpGraph, roots: Roots) -> OpGraph:
     specs, kept = graph.tensor_by_id, {roots.root_of[t] for op in graph.ops for t in op.saves}
     ops = []
     for op in graph.ops:
-        given = op.inputs if is_unfused(op) else op.inputs[:1] if keeps_logits(op, graph) else ()
+        given = op.inputs if is_unfused(op) else op.inputs[:1] if keeps_logits(op, graph) else _copied(op, graph, roots)
         if given:
             copies = [t for t in given if roots.root_of[t] not in kept and specs[t].is_float32]
             kept |= {roots.root_of[t] for t in given}

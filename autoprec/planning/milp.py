@@ -16,12 +16,13 @@ multiplied by 10⁴, so that the solver's absolute tolerances (10⁻⁶) are har
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from autoprec.formats import is_scaled, result_format
 from autoprec.graphs import Role
+from autoprec.planning.backward_rows import Cast, CopyHeld, Operand, backward_of, plain_product
 from autoprec.planning.codes import bytes_of, copy_of, other_operand_of, result_of
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
 from autoprec.planning.holding import Holding
@@ -40,27 +41,7 @@ OBJECTIVE_SCALE = 1e4
 _CAP = 2.0
 
 
-#: Copies that are there or not, and their bytes.
-_Held = tuple[Linear, int]
-
 _DemandKey = tuple[Any, ...]
-
-
-class _Cast(NamedTuple):
-    """A cast that is made or not, to a format."""
-
-    made: Linear
-    format: str
-    numel: int
-
-    @property
-    def held(self) -> _Held:
-        """What it makes."""
-        return self.made, self.numel * bytes_of(self.format)
-
-
-#: Elements of an operand, and the casts that may be made of it.
-_Operand = tuple[int, list[_Cast]]
 
 
 class Program(Holding):
@@ -69,11 +50,11 @@ class Program(Holding):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._live: dict[_DemandKey, dict[str, Linear]] = {}
-        self.workspace: dict[int, list[_Held]] = {}
+        self.workspace: dict[int, list[CopyHeld]] = {}
         self.remade: dict[int, dict[str, Linear]] = {}
         #: By GEMM, of the operands of its two products in the order in which they are cast.
-        self.of_gemm: dict[int, tuple[list[_Operand], list[_Operand]]] = {}
-        self.result_casts: dict[int, tuple[list[_Held], list[_Held]]] = {}
+        self.of_gemm: dict[int, tuple[list[Operand], list[Operand]]] = {}
+        self.result_casts: dict[int, dict[tuple[str, str], Linear]] = {}
         primary, secondary = OBJECTIVE_SCALE, OBJECTIVE_SCALE * SECONDARY
         time, space = (primary, secondary) if problem.objective == "time" else (secondary, primary)
         self._second, self._byte = time / problem.seconds_scale, space / problem.bytes_scale
@@ -141,9 +122,9 @@ class Program(Holding):
         back: bool,
         runs: int = 1,
         spared: Linear | None = None,
-    ) -> list[_Cast]:
+    ) -> list[Cast]:
         """Casts shared by all targets that read the same format: Σ_f c[f→g] ≥ y[target, g] − y[source, g]."""
-        p, casts = self.problem, list[_Cast]()
+        p, casts = self.problem, list[Cast]()
         source, targets = self._plain(source), [*map(self._plain, targets)]
         others = [t for t in dict.fromkeys(targets) if t != source]
         for g in dict.fromkeys(f for t in others for f in self.formats(t)):
@@ -165,7 +146,7 @@ class Program(Holding):
                 if spared is not None:
                     need.add(spared, -1.0)
                 self.at_most(need.add(total, -1.0), 0.0)
-            casts.append(_Cast(total, g, numel))
+            casts.append(Cast(total, g, numel))
         return casts
 
     def _tensors(self) -> None:
@@ -216,11 +197,11 @@ class Program(Holding):
                 for phase in range(first, last + 1):
                     self.workspace.setdefault(phase, []).append((wide, more))
 
-    def _read(self, binary: int, storage: str, unit: int | None, numel: int) -> list[_Cast]:
+    def _read(self, binary: int, storage: str, unit: int | None, numel: int) -> list[Cast]:
         """What reading a narrow copy in the unit's format costs, if it is there; what it makes."""
         seconds = {f: self.problem.cast_seconds(storage, f, numel) for f in self.formats(unit)}
         made = self._one_of(binary, unit, seconds).items()
-        return [_Cast(read, f, numel) for f, read in made if f != storage]
+        return [Cast(read, f, numel) for f, read in made if f != storage]
 
     def _gemm_casts(self, gemm: Gemm) -> None:
         p = self.problem
@@ -229,12 +210,12 @@ class Program(Holding):
         if gemm.has_grad_input:
             of_input.append((gemm.out_numel, self._casts_to(made, [h], gemm.out_numel, back=False)))
             self.result_casts[gemm.number] = self._result_casts(gemm)
-        if gemm.operands_numel:
-            numel, again = gemm.operands_numel, copy_of(other_operand_of(gemm.grad_input))
+        again = copy_of(other_operand_of(gemm.grad_input))
+        for numel in [gemm.operands_numel] if gemm.operands_numel else [other for _, other in gemm.pairs]:
             of_input.append((numel, self._casts_to(copy_of(gemm.output), [again], numel, back=False)))
         if not gemm.has_grad_weight:
             return
-        spared = self._stores(gemm)
+        spared = self.stores(gemm)
         of_weight.append((gemm.out_numel, self._casts_to(made, [g], gemm.out_numel, back=False)))
         beside = copy_of(other_operand_of(gemm.grad_weight))
         numel = gemm.read_numel
@@ -250,28 +231,25 @@ class Program(Holding):
                 else:
                     read += self._read(binary, storage, beside, numel)
 
-    def _result_casts(self, gemm: Gemm) -> tuple[list[_Held], list[_Held]]:
-        """The input's gradient, made in the grad_input format, goes back in the format in which the input was read:
-        where it is cast, what is cast, and what that becomes."""
-        held, later = list[_Held](), list[_Held]()
+    def _result_casts(self, gemm: Gemm) -> dict[tuple[str, str], Linear]:
+        """The input's gradient, made in the grad_input format, goes back in the format in which the input was read: by
+        both, 1 where it is cast."""
+        found = dict[tuple[str, str], Linear]()
         makes, given = result_of(gemm.grad_input), result_of(gemm.output)
         for h in self.formats(makes):
             others = {f: self.problem.cast_seconds(h, f, gemm.x_numel) for f in self.formats(given) if f != h}
-            if not others:
-                continue
-            casts = Linear()
+            need = Linear().add(self.is_in(makes, h)).add(self.is_in(given, h), -1.0)
             for f, seconds in others.items():
                 cast = self.variable(self._second * seconds)
                 for unit, its in ((given, f), (makes, h)):
                     self.at_most(Linear().add(cast).add(self.is_in(unit, its), -1.0), 0.0)
-                casts.add(cast)
-                later.append((Linear().add(cast), gemm.x_numel * bytes_of(f)))
-            need = Linear().add(self.is_in(makes, h)).add(self.is_in(given, h), -1.0)
-            self.at_most(need.add(casts, -1.0), 0.0)
-            held.append((casts, gemm.x_numel * bytes_of(h)))
-        return held, later
+                found[h, f] = Linear().add(cast)
+                need.add(cast, -1.0)
+            if others:
+                self.at_most(need, 0.0)
+        return found
 
-    def _stores(self, gemm: Gemm) -> Linear | None:
+    def stores(self, gemm: Gemm) -> Linear | None:
         """1 if the GEMM's input is kept in a narrow format; None if that cannot be."""
         return self.stored[gemm.x] if gemm.number in self.problem.tensors[gemm.x].gemms else None
 
@@ -327,7 +305,7 @@ class Program(Holding):
                 for f, energy in gemm.gradient_noise:
                     event = self.any_of([self.is_in(u, f) for u in (made, g, result_of(g))])
                     total.add(event, min(energy / row.limit, _CAP))
-                spared = self._stores(gemm)
+                spared = self.stores(gemm)
                 units = (copy_of(gemm.output), made, other_operand_of(g), result_of(p.tensors[gemm.x].born))
                 read = self.copies({f: 0.0 for f, _ in gemm.x_noise}, (), units, spared)
                 for f, energy in gemm.x_noise:
@@ -359,9 +337,9 @@ class Program(Holding):
             if p.phase(p.backward(gemm.moment)) == phase:
                 total.add(*self._larger_workspace(gemm))
             if gemm.summed is not None and p.phase(p.backward(gemm.summed[0])) == phase:
-                total.add(self._plain_product(gemm), float(gemm.summed[1]))
-        for expression, size in self.workspace.get(phase, ()):
-            total.add(expression, float(size))
+                total.add(plain_product(self, gemm), float(gemm.summed[1]))
+        for expression, held in self.workspace.get(phase, ()):
+            total.add(expression, float(held))
         for demand in demands(p, phase):
             for f, size in demand.stored:
                 total.add(self.s[demand.tensor, f], float(size))
@@ -373,39 +351,9 @@ class Program(Holding):
                 total.add(self._live[key][f], float(size))
         return total
 
-    def _plain_product(self, gemm: Gemm) -> Linear:
-        """1 where a GEMM is all in FP32 and its input kept as it is."""
-        stored = self._stores(gemm) or Linear()
-        units = dict.fromkeys((gemm.output, gemm.grad_input, gemm.grad_weight))
-        return self.all_of([*(self.is_in(u, "fp32") for u in units), Linear(1.0).add(stored, -1.0)])
-
     def _larger_workspace(self, gemm: Gemm) -> tuple[int, float]:
-        """A variable, and the bytes that it is a share of: the largest of what is held while the weight's gradient is
-        made, then the input's, and while the input itself is made again."""
-        p = self.problem
-        own_input, own_weight = (
-            [(Linear().add(k), float(size)) for k, size in zip(self.y[u], p.units[u].workspace, strict=True)]
-            for u in (gemm.grad_input, gemm.grad_weight)
-        )
-        of_input, of_weight = self.of_gemm[gemm.number]
-        cast, later = self.result_casts.get(gemm.number, ([], []))  # when all else is gone
-        plain, made = self._plain_product(gemm), result_of(gemm.output)
-        mixed = {f: Linear().add(self.is_in(gemm.output, f)) for f in self.formats(gemm.output)}
-        mixed["fp32"] = mixed.get("fp32", Linear()).add(plain, -1.0)
-        order = [(case, p.one_after_the_other(gemm, f, plain=False)) for f, case in mixed.items()]
-        order.append((plain, p.one_after_the_other(gemm, "fp32", plain=True)))
-        early = [(case, float(there)) for case, (there, _) in order]
-        late = [(case, -float(not_there)) for case, (_, not_there) in order]
-        own, read = p.remade_for(gemm)
-        again = self.remade.get(gemm.x, {}).items()
-        late += [(e, float(own * bytes_of(f))) for f, e in again]
-        not_yet = [(self.is_in(made, f), -float(gemm.x_numel * bytes_of(f))) for f in self.formats(made)]
-        phases = [[*own_input, *_lasting(gemm, of_input), *cast, *((e, -size) for e, size in later), *early],
-                  [*cast, *early], [*own_weight, *_lasting(gemm, of_weight), *late],
-                  *([brief, *not_yet, *early] for brief in _before(gemm, of_input)),
-                  *([brief, *late] for brief in _before(gemm, of_weight))]  # fmt: skip
-        if read:
-            phases.append([*((e, float(read * bytes_of(f))) for f, e in again), *late])
+        """A variable, and the bytes that it is a share of: the largest of what is held in the backward pass."""
+        phases = backward_of(self, gemm)
         most = max(sum(size for _, size in phase if size > 0.0) for phase in phases)
         larger = self.variable(0.0)
         for phase in phases if most else ():
@@ -428,19 +376,3 @@ class Program(Holding):
         """The choice that a solver's answer stands for."""
         options = tuple(int(np.argmax(x[unit])) for unit in self.y)
         return Choice(options=options, stored=frozenset(key for key, k in self.s.items() if x[k] > 0.5))
-
-
-def _lasting(gemm: Gemm, operands: list[_Operand]) -> list[_Held]:
-    """Casts that are there while the product is made."""
-    return [cast.held for _, casts in operands for cast in casts if cast.format not in gemm.emulated]
-
-
-def _before(gemm: Gemm, operands: list[_Operand]) -> list[_Held]:
-    """Before an emulated product: a cast, beside the FP32 copy of it and those of the operands before it."""
-    found, copies = list[_Held](), 0
-    for numel, casts in operands:
-        for cast in casts:
-            if cast.format in gemm.emulated:
-                found.append((cast.made, copies + numel * (4 + bytes_of(cast.format))))
-        copies += 4 * numel
-    return found

@@ -43,6 +43,7 @@ class Products:
         needed = self._units[unit[Role.GRAD_INPUT]].needed
         read = op.inputs[:1] if op.weights else tuple(t for t in op.inputs if specs[t].is_float32)
         of_gradients = [t for t in read if op.weights or specs[t].requires_grad]
+        two = needed and not op.weights and op.is_plain_product
         return Gemm(
             number=number,
             op=op.id,
@@ -52,7 +53,8 @@ class Products:
             grad_weight=unit.get(Role.GRAD_WEIGHT, unit[Role.GRAD_INPUT]),
             x=x,
             x_numel=sum(specs[t].numel for t in of_gradients),
-            operands_numel=sum(specs[t].numel for t in read) if needed and not op.weights else 0,
+            operands_numel=sum(specs[t].numel for t in read) if needed and not op.weights and not two else 0,
+            pairs=self._pairs(op) if two else (),
             out_numel=specs[op.outputs[0]].numel,
             variance=self._numbers[op.outputs[0]],
             has_grad_input=needed,
@@ -68,10 +70,14 @@ class Products:
             upstream=upstream,
         )
 
+    def _pairs(self, op: Op) -> tuple[tuple[int, int], ...]:
+        """`Gemm.pairs`."""
+        left, right = (self._graph.tensor_by_id[t] for t in op.inputs)
+        return tuple((x.numel, other.numel) for x, other in ((left, right), (right, left)) if x.requires_grad)
+
     def _emulated(self, op: Op) -> tuple[str, ...]:
-        """`Gemm.emulated`. A product of two activations makes its copies for each of its results."""
-        one_by_one = bool(op.weights) and op.is_plain_product
-        return tuple(f for f in ("fp16", "bf16") if one_by_one and f not in self._device.native)
+        """`Gemm.emulated`."""
+        return tuple(f for f in ("fp16", "bf16") if op.is_plain_product and f not in self._device.native)
 
     def _plain_extra(self, op: Op, role: Role) -> int:
         """Workspace that torch's own product takes beside that of ours, both in FP32, as measured."""

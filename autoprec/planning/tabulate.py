@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
 from autoprec.graphs import Role
 from autoprec.planning.decisions import Decisions
+from autoprec.planning.pairs import Pairs, Part, stages
 from autoprec.planning.propagation import Propagation
 from autoprec.planning.recorder import Recorder
 from autoprec.planning.spans import Read, Sent, added, of_copies, of_gradients
@@ -283,11 +285,12 @@ class Tabulated(Recorder):
             workspace += self._vector((f, float(sizes.get(f, 0))) for f in unit.options)
         number = self.decisions.number
         emulated = tuple(number[f] for f in gemm.emulated if f in number)
-        present = (storage is not None, gemm.has_grad_input, gemm.has_grad_weight, gemm.operands_numel > 0, emulated)
+        present = (storage is not None, gemm.has_grad_input, gemm.has_grad_weight, gemm.operands_numel > 0, emulated,
+                   len(gemm.pairs))  # fmt: skip
         summed_at, summed = gemm.summed or (gemm.moment, 0)
         figures = [gemm.x_numel, gemm.out_numel, gemm.operands_numel, p.phase(p.backward(gemm.moment)), *workspace,
-                   *p.remade_for(gemm), gemm.weight_bytes, gemm.read_numel, *gemm.plain_extra,
-                   p.phase(p.backward(summed_at)), summed]  # fmt: skip
+                   *chain.from_iterable(gemm.pairs), *p.remade_for(gemm), gemm.weight_bytes, gemm.read_numel,
+                   *gemm.plain_extra, p.phase(p.backward(summed_at)), summed]  # fmt: skip
         born = of(p.tensors[gemm.x].born)
         again = born if storage is not None and p.tensors[gemm.x].remaking is not None else -1
         self._record("gemm", [made, h, g, stored, again], present, figures)
@@ -298,7 +301,7 @@ class Tabulated(Recorder):
                           *self._vector(gemm.stored_noise, limit)])  # fmt: skip
 
     def _gemms(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
-        places, stored, has_input, has_weight, reads_again, emulated = pattern.reads
+        places, stored, has_input, has_weight, reads_again, emulated, count = pattern.reads
         own, h, g, kept, born = (entries.format(place) for place in places)
         again = kept == self._again
         kept = np.where(again, self._result[born], kept)
@@ -311,8 +314,9 @@ class Tabulated(Recorder):
         if has_input:
             back = self._result[h]
             of_input = [(made, back, out)]
-        if reads_again:
-            of_input.append((self._copy[own], self._copy[self._beside[h]], operands))
+        pairs = [(figures[k], figures[k + 1]) for k in range(4 + 2 * n, 4 + 2 * n + 2 * count, 2)]
+        kept_as, beside_h = self._copy[own], self._copy[self._beside[h]]
+        of_input += [(kept_as, beside_h, numel) for numel in ([operands] if reads_again else [k for _, k in pairs])]
         if has_weight:
             read = np.where(there, kept, self._copy[own])
             of_weight = [(made, self._result[g], out), (read, beside, figures[-5])]
@@ -332,6 +336,8 @@ class Tabulated(Recorder):
             alone = np.maximum(held[0] + x[:, None] * (width[back] - width[made]), x[:, None] * width[back])
             held[0] = np.where(made != back, alone, held[0])
         held[0] = np.maximum(held[0], before[0] - x[:, None] * width[made])
+        if pairs:
+            held[0] = self._of_two(figures[4 : 4 + n][h].T, out, pairs, (made, back, kept_as, beside_h), emulated)
         held[1] = np.maximum(held[1], before[1])
         plain = (own == 0) & (h == 0) & (g == 0) & ~there
         there, made_of = (amount[:, None] * width[kept] * again for amount in figures[-8:-6])
@@ -344,6 +350,31 @@ class Tabulated(Recorder):
         then, summed = figures[-2].astype(np.int64), figures[-1][:, None] * plain
         parts = (Held(largest, phase, phase), Held(summed, then, then))
         return self._group(scopes, entries, seconds, held=parts)
+
+    def _of_two(
+        self, workspace: _Floats, out: _Floats, pairs: Pairs[_Floats], formats: Sequence[_Ints], emulated: Sequence[int]
+    ) -> _Floats:
+        """`Step.of_two`, of several products."""
+        width, (made, h, kept, again) = np.array(self._sizes, np.float64), formats
+        brief = np.isin(h, emulated)
+        own, given = np.where(brief, 4.0, width[h]), width[made]
+        copy, operand = width[h] * (made != h), width[again] * (kept != again)
+        rounded = np.where(brief, made != 0, made != h)
+        sizes = {
+            Part.MADE: given,
+            Part.PRODUCT: own,
+            Part.ROUNDED: own * rounded,
+            Part.GIVEN: given * rounded,
+            Part.ARRIVING: np.where(brief, 4.0, copy),
+            Part.OPERAND: np.where(brief, 4.0, operand),
+            Part.CASTING: (copy + 4.0) * (brief & (copy > 0.0)),
+            Part.READING: (operand + 4.0) * (brief & (operand > 0.0)),
+            Part.WORKSPACE: workspace * ~brief,
+        }
+        found = stages(out, pairs, np.ones(1))
+        totals = [sum(sign * numel[:, None] * sizes[part] for part, numel, sign in stage) for stage in found]
+        largest: _Floats = np.maximum.reduce(np.broadcast_arrays(*totals))
+        return largest
 
     def _noises(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
         places, stored = pattern.reads

@@ -152,12 +152,14 @@ class Gemm:
         seen_numel: elements of its input that the weight's gradient is made of, None for all of them.
         plain_extra: bytes that torch's own product, all in FP32, takes beside the workspaces of `grad_input` and of
             `grad_weight`; it may take less.
-        operands_numel: elements of activations that the products of `grad_input` read again.
+        operands_numel: elements of activations that a kernel of `grad_input` reads again.
+        pairs: of a product of two activations, for each gradient in the order in which they are made, its elements and
+            those of the operand that is read again for it (see `pairs.stages`).
         out_numel: elements of gradient that arrive.
         variance: whose relative gradient variance arrives (index, see `GradientNode`).
         has_grad_input, has_grad_weight: which gradients are computed.
         weight_bytes: of the gradients of its weight and bias, in FP32, where they are gone after it (see `Standing`).
-        emulated: of one with a weight, formats in which the device multiplies FP32 copies of its operands.
+        emulated: of a plain product, formats in which the device multiplies FP32 copies of its operands.
         summed: (forward moment, bytes): where torch's own product sends the first gradient of a weight with several
             readers, the next of them makes a new tensor of both. None where it adds in place.
         x_noise: by format, E‖δ∇W‖² per step of rounding x; `stored_noise` by storage, of keeping x in it.
@@ -182,6 +184,7 @@ class Gemm:
     gradient_noise: tuple[tuple[str, float], ...] = ()
     upstream: float = 0.0
     operands_numel: int = 0
+    pairs: tuple[tuple[int, int], ...] = ()
     weight_bytes: int = 0
     emulated: tuple[str, ...] = ()
     seen_numel: int | None = None

@@ -301,10 +301,15 @@ class _Rewriter(Storing):
             self.put(op.node, loss or self.copy_main(op, lambda n: self.as_written(n)), _FP32)
 
     def copy_main(self, op: OpNode, transform: Callable[[fx.Node], fx.Node]) -> fx.Node:
-        """A copy of the op itself, which may keep tensors for its backward pass."""
+        """A copy of the op itself, which may keep tensors for its backward pass. torch's own may keep copies, and not
+        what it is given."""
+        if op.is_plain_product and op.gemm is None and any(self._stored(tensor) for _, tensor in op.inputs):
+            spec = self._spec(op, dict.fromkeys(op.roles, _FP32), None)
+            self.main = self.call(With(matmul, spec), tuple(map(transform, operands(op.node))))
+            return self.main
         self.main = self.copy(op.node, transform)
         if op.kind == ATTENTION and any(self._stored(tensor) for _, tensor in op.inputs[:3]):
-            self.main.target = lean(self.main.target)  # torch's own may keep copies, and not what it is given
+            self.main.target = lean(self.main.target)
         return self.main
 
     def visit_inplace(self, op: OpNode, changed: fx.Node) -> None:

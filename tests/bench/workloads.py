@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from autoprec.demo.tasks import ByteTransformer
 from tests.bench import data
 
-__all__ = ["PLAIN_RECURRENT", "WORKLOADS", "Workload", "chosen", "conclude"]
+__all__ = ["PLAIN_RECURRENT", "WORKLOADS", "WRITTEN_ATTENTION", "Workload", "chosen", "conclude"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,42 @@ class PlainRecurrent(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """(batch, time) bytes → (batch, time, 256) logits."""
         return self.head(F.gelu(self.up(self.lstm(self.embed(tokens))[0])))
+
+
+class Heads(nn.Module):
+    """Attention to what came before, and a feed-forward layer."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.norm1, self.norm2 = heads, nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.proj = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, future: Tensor) -> Tensor:
+        h = self.norm1(x)
+        q, k, v = (f(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.shape[-1])
+        weights = scores.masked_fill(future, -math.inf).softmax(-1)
+        x = x + self.proj(torch.matmul(weights, v).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class WrittenAttention(nn.Module):
+    """Two such layers between an embedding and a head."""
+
+    def __init__(self, width: int = 128, length: int = 128) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(256, width), nn.Parameter(torch.randn(length, width) / 8.0)
+        self.layers = nn.ModuleList(Heads(width, 4) for _ in range(2))
+        self.head = nn.Linear(width, 256)
+        self.register_buffer("future", torch.ones(length, length, dtype=torch.bool).triu(1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, time) bytes → (batch, time, 256) logits."""
+        x = self.embed(tokens) + self.place
+        for layer in self.layers:
+            x = layer(x, self.future)
+        return self.head(x)
 
 
 # Images --------------------------------------------------------------------------------------------------------------
@@ -253,7 +290,15 @@ WORKLOADS: dict[str, Workload] = {
     )
 }
 
-#: Beside the suite: a model with next to nothing to choose.
+#: Beside the suite: attention as people write it by hand, two products of activations and a softmax.
+WRITTEN_ATTENTION = replace(
+    WORKLOADS["transformer"],
+    name="written-attention",
+    description="two layers of width 128 whose attention is written out, 8 × 128 bytes as for the transformer",
+    build=WrittenAttention,
+)
+
+#: And a model with next to nothing to choose.
 PLAIN_RECURRENT = replace(
     WORKLOADS["recurrent"],
     name="plain-recurrent",
@@ -265,7 +310,7 @@ PLAIN_RECURRENT = replace(
 def chosen(parser: ArgumentParser) -> tuple[list[Workload], Namespace]:
     """The workloads that a command names, by default the suite's, and its other arguments. Ends the command where there
     is none of the name."""
-    known = WORKLOADS | {PLAIN_RECURRENT.name: PLAIN_RECURRENT}
+    known = WORKLOADS | {w.name: w for w in (WRITTEN_ATTENTION, PLAIN_RECURRENT)}
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known))
     given = parser.parse_args()
     unknown = [n for n in given.names if n not in known]

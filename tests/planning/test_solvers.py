@@ -11,8 +11,7 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from autoprec.errors import SolverError
-from autoprec.planning import brute_force, evaluator, highs, lagrangian, planner
-from autoprec.planning import milp as milp_program
+from autoprec.planning import backward_rows, brute_force, evaluator, highs, lagrangian, planner
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.linear import Linear
 from autoprec.planning.milp import OBJECTIVE_SCALE, Program
@@ -254,7 +253,7 @@ def drop_the_ties(monkeypatch):
 
 
 def drop_the_casts_of_results(monkeypatch):
-    monkeypatch.setattr(Program, "_result_casts", lambda self, gemm: ([], []))
+    monkeypatch.setattr(Program, "_result_casts", lambda self, gemm: {})
 
 
 def forget_workspace(monkeypatch):
@@ -268,12 +267,17 @@ def forget_workspace(monkeypatch):
 
 
 def forget_what_is_there_before_an_emulated_product(monkeypatch):
-    monkeypatch.setattr(milp_program, "_before", lambda gemm, operands: [])
+    monkeypatch.setattr(backward_rows, "_before", lambda gemm, operands: [])
+
+
+def forget_the_first_gradient_of_a_product_of_activations(monkeypatch):
+    stages = backward_rows.stages
+    monkeypatch.setattr(backward_rows, "stages", lambda out, pairs, one: stages(out, pairs, one)[-1:])
 
 
 def let_casts_last_through_emulated_products(monkeypatch):
     lasting = lambda _, operands: [cast.held for _, casts in operands for cast in casts]  # noqa: E731
-    monkeypatch.setattr(milp_program, "_lasting", lasting)
+    monkeypatch.setattr(backward_rows, "_lasting", lasting)
 
 
 #: Seeds before which nobody need look: the first that shows such a bug comes somewhat later.
@@ -291,6 +295,7 @@ SHOWN_FROM = {
     [
         forget_what_is_there_before_an_emulated_product,
         let_casts_last_through_emulated_products,
+        forget_the_first_gradient_of_a_product_of_activations,
         forget_gradients,
         forget_the_last_moment_of_a_lifetime,
         let_brute_force_overlook_choices,

@@ -1,0 +1,143 @@
+"""What the backward pass of a GEMM holds, as rows of the integer program have it: `Step.backward`, in expressions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from autoprec.formats import result_format
+from autoprec.planning.codes import bytes_of, result_of
+from autoprec.planning.linear import Linear
+from autoprec.planning.pairs import Part, stages
+from autoprec.planning.values import Gemm
+
+if TYPE_CHECKING:
+    from autoprec.planning.milp import Program
+
+__all__ = ["Cast", "CopyHeld", "Operand", "backward_of", "plain_product"]
+
+#: Copies that are there or not, and their bytes.
+CopyHeld = tuple[Linear, float]
+
+
+class Cast(NamedTuple):
+    """A cast that is made or not, to a format."""
+
+    made: Linear
+    format: str
+    numel: int
+
+    @property
+    def held(self) -> CopyHeld:
+        """What it makes."""
+        return self.made, self.numel * bytes_of(self.format)
+
+
+#: Elements of an operand, and the casts that may be made of it.
+Operand = tuple[int, list[Cast]]
+
+
+def backward_of(program: Program, gemm: Gemm) -> list[list[CopyHeld]]:
+    """What is there at each time: while the weight's gradient is made, then the input's, and while the input itself is
+    made again."""
+    p = program.problem
+    own_input, own_weight = (
+        [(Linear().add(k), float(size)) for k, size in zip(program.y[u], p.units[u].workspace, strict=True)]
+        for u in (gemm.grad_input, gemm.grad_weight)
+    )
+    of_input, of_weight = program.of_gemm[gemm.number]
+    casts = program.result_casts.get(gemm.number, {})  # when all else is gone
+    cast = [(made, float(gemm.x_numel * bytes_of(h))) for (h, _), made in casts.items()]
+    later = [(made, -float(gemm.x_numel * bytes_of(f))) for (_, f), made in casts.items()]
+    plain, made = plain_product(program, gemm), result_of(gemm.output)
+    mixed = {f: Linear().add(program.is_in(gemm.output, f)) for f in program.formats(gemm.output)}
+    mixed["fp32"] = mixed.get("fp32", Linear()).add(plain, -1.0)
+    order = [(case, p.one_after_the_other(gemm, f, plain=False)) for f, case in mixed.items()]
+    order.append((plain, p.one_after_the_other(gemm, "fp32", plain=True)))
+    early = [(case, float(there)) for case, (there, _) in order]
+    late = [(case, -float(not_there)) for case, (_, not_there) in order]
+    own, read = p.remade_for(gemm)
+    again = program.remade.get(gemm.x, {}).items()
+    late += [(e, float(own * bytes_of(f))) for f, e in again]
+    not_yet = [(program.is_in(made, f), -float(gemm.x_numel * bytes_of(f))) for f in program.formats(made)]
+    if gemm.pairs:
+        inputs = [[*stage, *early] for stage in _of_two(program, gemm)]
+    else:
+        inputs = [[*own_input, *_lasting(gemm, of_input), *cast, *later, *early], [*cast, *early],
+                  *([brief, *not_yet, *early] for brief in _before(gemm, of_input))]  # fmt: skip
+    phases = [*inputs, [*own_weight, *_lasting(gemm, of_weight), *late],
+              *([brief, *late] for brief in _before(gemm, of_weight))]  # fmt: skip
+    if read:
+        phases.append([*((e, float(read * bytes_of(f))) for f, e in again), *late])
+    return phases
+
+
+def plain_product(program: Program, gemm: Gemm) -> Linear:
+    """1 where a GEMM is all in FP32 and its input kept as it is."""
+    stored = program.stores(gemm) or Linear()
+    units = dict.fromkeys((gemm.output, gemm.grad_input, gemm.grad_weight))
+    return program.all_of([*(program.is_in(u, "fp32") for u in units), Linear(1.0).add(stored, -1.0)])
+
+
+def _lasting(gemm: Gemm, operands: list[Operand]) -> list[CopyHeld]:
+    """Casts that are there while the product is made."""
+    return [cast.held for _, casts in operands for cast in casts if cast.format not in gemm.emulated]
+
+
+def _before(gemm: Gemm, operands: list[Operand]) -> list[CopyHeld]:
+    """Before an emulated product: a cast, beside the FP32 copy of it and those of the operands before it."""
+    found, copies = list[CopyHeld](), 0
+    for numel, casts in operands:
+        for cast in casts:
+            if cast.format in gemm.emulated:
+                found.append((cast.made, copies + numel * (4 + bytes_of(cast.format))))
+        copies += 4 * numel
+    return found
+
+
+def _of_two(program: Program, gemm: Gemm) -> list[list[CopyHeld]]:
+    """`Step.of_two`: bytes per element of each part, where it is there, times elements."""
+    (_, arriving), (_, reading), *_ = program.of_gemm[gemm.number][0]  # both operands are read in one format
+    makes, made, unit = result_of(gemm.grad_input), result_of(gemm.output), program.problem.units[gemm.grad_input]
+    of_format = {f: program.is_in(makes, f) for f in program.formats(makes)}
+    wide = [(in_f, 4.0) for f, in_f in of_format.items() if f in gemm.emulated]  # FP32 copies, products in FP32
+    rounded, given = list[CopyHeld](), list[CopyHeld]()
+    for (h, f), cast in program.result_casts[gemm.number].items():
+        if h not in gemm.emulated:
+            rounded.append((cast, float(bytes_of(h))))
+            given.append((cast, float(bytes_of(f))))
+        elif f != "fp32":
+            rounded.append((cast, 4.0))
+            given.append((cast, float(bytes_of(f))))
+    for h in (f for f in of_format if f in gemm.emulated):  # cast from FP32, too, where it is given as it is rounded
+        same = Linear().add(of_format[h])
+        for (source, _), cast in program.result_casts[gemm.number].items():
+            if source == h:
+                same.add(cast, -1.0)
+        rounded.append((same, 4.0))
+        given.append((same, float(bytes_of(h))))
+
+    def lasting(casts: list[Cast]) -> list[CopyHeld]:
+        return [(c.made, float(bytes_of(c.format))) for c in casts if result_format(c.format) not in gemm.emulated]
+
+    def brief(casts: list[Cast]) -> list[CopyHeld]:
+        return [(c.made, 4.0 + bytes_of(c.format)) for c in casts if result_format(c.format) in gemm.emulated]
+
+    sizes = {
+        Part.MADE: [(program.is_in(made, f), float(bytes_of(f))) for f in program.formats(made)],
+        Part.PRODUCT: wide + [(e, float(bytes_of(f))) for f, e in of_format.items() if f not in gemm.emulated],
+        Part.ROUNDED: rounded,
+        Part.GIVEN: given,
+        Part.ARRIVING: wide + lasting(arriving),
+        Part.CASTING: brief(arriving),
+        Part.OPERAND: wide + lasting(reading),
+        Part.READING: brief(reading),
+        Part.WORKSPACE: [
+            (Linear().add(k), float(size))
+            for k, size, f in zip(program.y[gemm.grad_input], unit.workspace, unit.options, strict=True)
+            if result_format(f) not in gemm.emulated
+        ],
+    }
+    return [
+        [(e, sign * numel * size) for part, numel, sign in stage for e, size in sizes[part]]
+        for stage in stages(gemm.out_numel, gemm.pairs, 1)
+    ]
