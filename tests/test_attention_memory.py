@@ -1,4 +1,4 @@
-"""What attention without one kernel for both passes (dropout, a trained mask) keeps and takes is known."""
+"""What attention without one kernel for both passes (dropout, a trained mask, written out) keeps and takes is known."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import autoprec
 from autoprec.numerics.dtypes import native_formats
@@ -14,6 +14,7 @@ from autoprec.planning.planner import ask, propose
 from autoprec.planning.uniform import uniform_choice
 from autoprec.serial import load_policy
 from tests.memory_study import PLANS, Attends, peak_of, peaks_under, predicted_and_measured
+from tests.test_keeping import Ops, gradient, plan_of, rounded
 
 #: As in `test_memory_prediction`.
 SLACK = 0.05 if "bf16" in native_formats("cpu") else 0.08
@@ -73,3 +74,37 @@ def test_the_peak_of_attention_with_dropout(tmp_path: Path, monkeypatch: pytest.
         assert p.ratio is not None and abs(p.ratio - 1.0) <= 0.05, p
     bytes_of = {plan: p.measured or 0 for plan, p in found.items()}
     assert bytes_of["lowest"] < bytes_of["bf16"] and bytes_of["wide"] < 0.8 * bytes_of["fp32"]
+
+
+class Product(torch.autograd.Function):
+    """q · kᵀ, whose gradients are of rounded operands."""
+
+    @staticmethod
+    def forward(ctx, q, k, storage):
+        ctx.kept = rounded(q, storage), rounded(k, storage)
+        return q @ k.mT
+
+    @staticmethod
+    def backward(ctx, g):
+        q, k = ctx.kept
+        return g @ k, g.mT @ q, None
+
+
+@pytest.mark.parametrize("storage", ["bf16", "fp8_e4m3"])
+def test_operands_of_a_product_are_kept_as_they_are_stored_in_any_order(storage: str) -> None:
+    """Of two activations in FP32, of which torch's own product keeps contiguous copies."""
+
+    def heads(h: Tensor) -> Tensor:
+        return h.unflatten(-1, (2, -1)).transpose(1, 2)
+
+    torch.manual_seed(0)
+    model = Ops(lambda h, _: heads(h) @ heads(h * 3.0).transpose(-2, -1))
+    x = torch.randn(5, 7, 6)
+    _, expected = gradient(model, x, lambda m, x: Product.apply(heads(x @ m.a), heads(x @ m.a * 3.0), storage))
+    autoprec.compile(model, plan=plan_of(storage, ":matmul#0", ":mul#1"), events=None)
+    kept = list[Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        model(x)
+    assert not [t.shape for t in kept if t.dtype is torch.float32 and t.numel() == 5 * 7 * 8]
+    _, found = gradient(model, x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.01)

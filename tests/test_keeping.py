@@ -420,37 +420,3 @@ def test_what_ops_in_two_formats_keep_is_kept_once(storage: str, narrow: dict[st
         y = model(x)
     assert list(seen.values()) == [512 * 8 * (2 if storage == "bf16" else 1)]
     y.sum().backward()
-
-
-class Product(torch.autograd.Function):
-    """q · kᵀ, whose gradients are of rounded operands."""
-
-    @staticmethod
-    def forward(ctx, q, k, storage):
-        ctx.kept = rounded(q, storage), rounded(k, storage)
-        return q @ k.mT
-
-    @staticmethod
-    def backward(ctx, g):
-        q, k = ctx.kept
-        return g @ k, g.mT @ q, None
-
-
-@pytest.mark.parametrize("storage", ["bf16", "fp8_e4m3"])
-def test_operands_of_a_product_are_kept_as_they_are_stored_in_any_order(storage: str) -> None:
-    """Of two activations in FP32, of which torch's own product keeps contiguous copies."""
-
-    def heads(h: Tensor) -> Tensor:
-        return h.unflatten(-1, (2, -1)).transpose(1, 2)
-
-    torch.manual_seed(0)
-    model = Ops(lambda h, _: heads(h) @ heads(h * 3.0).transpose(-2, -1))
-    x = torch.randn(5, 7, 6)
-    _, expected = gradient(model, x, lambda m, x: Product.apply(heads(x @ m.a), heads(x @ m.a * 3.0), storage))
-    autoprec.compile(model, plan=plan_of(storage, ":matmul#0", ":mul#1"), events=None)
-    kept = list[Tensor]()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
-        model(x)
-    assert not [t.shape for t in kept if t.dtype is torch.float32 and t.numel() == 5 * 7 * 8]
-    _, found = gradient(model, x)
-    torch.testing.assert_close(found, expected)
