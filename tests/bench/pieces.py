@@ -12,9 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -133,35 +131,6 @@ def scaled_casts(numel: int) -> None:
         print(f"scaled cast of {numel:9,}, {name:26} {m * 1e6:6.0f} ({a * 1e6:.0f}-{b * 1e6:.0f})", flush=True)
 
 
-def calls(numel: int) -> None:
-    """Of the loop for the largest magnitude, each behind products that fill the caches, as in a training step."""
-    import numba  # type: ignore[import-untyped]
-
-    @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-    def largest(bits: Any) -> Any:
-        found = np.uint16(0)
-        for i in range(bits.size):
-            found = max(found, np.uint16(bits[i] & np.uint16(0x7FFF)))
-        return found
-
-    x, a = torch.randn(numel).bfloat16(), torch.randn(1024, 1024)
-    ways: dict[str, Callable[[], object]] = {
-        "a C function": lambda: elements.largest_magnitude(x),
-        "numba's own call": lambda: largest(x.view(torch.uint16).numpy()),
-        "torch's abs, max": lambda: float(x.abs().max()),
-    }
-    taken = {name: list[float]() for name in ways}
-    for _ in range(200):
-        for name, way in ways.items():
-            torch.softmax(torch.layer_norm(a @ a, (1024,)), -1).tanh().sum()
-            begin = time.perf_counter()
-            way()
-            taken[name].append(time.perf_counter() - begin)
-    for name, seconds in taken.items():
-        low, middle, high = (q * 1e6 for q in statistics.quantiles(seconds[5:], n=4))
-        print(f"largest of {numel:9,}, {name:26} {middle:6.0f} ({low:.0f}-{high:.0f})", flush=True)
-
-
 def main() -> None:
     torch.manual_seed(0)
     wide = torch.randn(1 << SIZES[-1])
@@ -198,9 +167,6 @@ def main() -> None:
         print("\nFP32 to FP16 times 2^7; microseconds")
         for size in (12, 14, 16, 18, 20):
             scaled_casts(1 << size)
-        print("\na loop in a step; microseconds")
-        for size in (8, 14, 18):
-            calls(1 << size)
 
 
 if __name__ == "__main__":
