@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -107,17 +108,21 @@ class PlainRecurrent(nn.Module):
 
 
 class Heads(nn.Module):
-    """Attention to what came before, and a feed-forward layer."""
+    """Attention to what came before, and a feed-forward layer. `fused`: one product for queries, keys and values."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, fused: bool) -> None:
         super().__init__()
         self.heads, self.norm1, self.norm2 = heads, nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q, self.k, self.v, self.proj = (nn.Linear(width, width) for _ in range(4))
+        self.read = nn.ModuleList(
+            [nn.Linear(width, 3 * width)] if fused else [nn.Linear(width, width) for _ in range(3)]
+        )
+        self.proj = nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor, future: Tensor) -> Tensor:
         h = self.norm1(x)
-        q, k, v = (f(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        read = self.read[0](h).chunk(3, -1) if len(self.read) == 1 else [f(h) for f in self.read]
+        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in read)
         scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.shape[-1])
         weights = scores.masked_fill(future, -math.inf).softmax(-1)
         x = x + self.proj(torch.matmul(weights, v).transpose(1, 2).flatten(2))
@@ -127,10 +132,10 @@ class Heads(nn.Module):
 class WrittenAttention(nn.Module):
     """Two such layers between an embedding and a head."""
 
-    def __init__(self, width: int = 128, length: int = 128) -> None:
+    def __init__(self, width: int = 128, length: int = 128, *, fused: bool = False) -> None:
         super().__init__()
         self.embed, self.place = nn.Embedding(256, width), nn.Parameter(torch.randn(length, width) / 8.0)
-        self.layers = nn.ModuleList(Heads(width, 4) for _ in range(2))
+        self.layers = nn.ModuleList(Heads(width, 4, fused=fused) for _ in range(2))
         self.head = nn.Linear(width, 256)
         self.register_buffer("future", torch.ones(length, length, dtype=torch.bool).triu(1))
 
@@ -298,6 +303,13 @@ WRITTEN_ATTENTION = replace(
     build=WrittenAttention,
 )
 
+FUSED_ATTENTION = replace(
+    WRITTEN_ATTENTION,
+    name="fused-attention",
+    description="the same with one product for queries, keys and values",
+    build=partial(WrittenAttention, fused=True),
+)
+
 #: And a model with next to nothing to choose.
 PLAIN_RECURRENT = replace(
     WORKLOADS["recurrent"],
@@ -310,7 +322,7 @@ PLAIN_RECURRENT = replace(
 def chosen(parser: ArgumentParser) -> tuple[list[Workload], Namespace]:
     """The workloads that a command names, by default the suite's, and its other arguments. Ends the command where there
     is none of the name."""
-    known = WORKLOADS | {w.name: w for w in (WRITTEN_ATTENTION, PLAIN_RECURRENT)}
+    known = WORKLOADS | {w.name: w for w in (WRITTEN_ATTENTION, FUSED_ATTENTION, PLAIN_RECURRENT)}
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known))
     given = parser.parse_args()
     unknown = [n for n in given.names if n not in known]
