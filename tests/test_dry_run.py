@@ -84,12 +84,23 @@ def step_peak(model: nn.Module, x: Tensor) -> int:
     return peak_bytes(lambda: model(x).backward(), CPU)
 
 
+#: The convolutions' plan under `memory` depends on timings: on a busy machine it is one of several.
+FEWEST_BYTES = load_policy("memory").replaced(objective="bytes")
+
+
 def compiled(name: str, policy: str) -> Compiled:
     torch._dynamo.reset()
     make, shape = MODELS[name]
     torch.manual_seed(0)
     model, batches = make(), [torch.randn(shape) for _ in range(3)]
-    autoprec.compile(model, policy=policy, batches=batches, loss_fn=lambda m, b: m(b), events=None, backend="inductor")
+    autoprec.compile(
+        model,
+        policy=FEWEST_BYTES if policy == "fewest bytes" else policy,
+        batches=batches,
+        loss_fn=lambda m, b: m(b),
+        events=None,
+        backend="inductor",
+    )
     session = autoprec.session(model)
     measured = step_peak(model, batches[0])
     assert session.plan is not None and session.plan.predicted is not None
@@ -100,7 +111,7 @@ def compiled(name: str, policy: str) -> Compiled:
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [("attention", "memory"), ("convolutions", "memory"), ("weights", "memory"), ("weights", "bf16")],
+    [("attention", "memory"), ("convolutions", "fewest bytes"), ("weights", "memory"), ("weights", "bf16")],
 )
 def test_the_peak_of_a_compiled_step_is_told_from_its_code(name: str, policy: str) -> None:
     found = compiled(name, policy)
