@@ -139,5 +139,5 @@ def _of_two(program: Program, gemm: Gemm) -> list[list[CopyHeld]]:
     }
     return [
         [(e, sign * numel * size) for part, numel, sign in stage for e, size in sizes[part]]
-        for stage in stages(gemm.out_numel, gemm.pairs, 1)
+        for stage in stages(gemm.out_numel, gemm.pairs, gemm.x_numel, 1)
     ]

@@ -275,7 +275,7 @@ class Step:
             if emulated
             else self.problem.units[gemm.grad_input].workspace[self.options[gemm.grad_input]],
         }
-        found = stages(gemm.out_numel, gemm.pairs, 1)
+        found = stages(gemm.out_numel, gemm.pairs, gemm.x_numel, 1)
         return max(sum(sign * numel * sizes[part] for part, numel, sign in stage) for stage in found)
 
     def product(self, gemm: Gemm, unit: int, casts: Sequence[_Cast]) -> int:

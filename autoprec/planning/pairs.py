@@ -29,9 +29,10 @@ class Part(Enum):
     WORKSPACE = auto()  # of the kernel, in bytes; not of emulated formats
 
 
-def stages(out: T, pairs: Pairs[T], one: T) -> list[list[tuple[Part, T, int]]]:
-    """Terms (part, elements, sign) of the bytes at each stage, above the gradients that are given, none of which is
-    there before. `out`: elements of the gradient that arrives; `one`: 1 of their type."""
+def stages(out: T, pairs: Pairs[T], given: T, one: T) -> list[list[tuple[Part, T, int]]]:
+    """Terms (part, elements, sign) of the bytes at each stage, above the gradients of the operands, which count as
+    there all the time. `out`: elements of the gradient that arrives; `given`: those of the operands' (a tensor that is
+    multiplied by itself has one); `one`: 1 of their type."""
     found = [[(Part.CASTING, out, 1)]]
     before: list[tuple[Part, T, int]] = []
     for numel, other in pairs:
@@ -40,5 +41,4 @@ def stages(out: T, pairs: Pairs[T], one: T) -> list[list[tuple[Part, T, int]]]:
         found.append([*there, (Part.OPERAND, other, 1), (Part.PRODUCT, numel, 1), (Part.WORKSPACE, one, 1)])
         found.append([*there, (Part.ROUNDED, numel, 1), (Part.GIVEN, numel, 1)])
         before.append((Part.MADE, numel, 1))
-    later = [(part, numel, -1) for part, numel, _ in before]
-    return [[*stage, *later] for stage in found]
+    return [[*stage, (Part.MADE, given, -1)] for stage in found]

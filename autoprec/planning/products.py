@@ -71,8 +71,8 @@ class Products:
         )
 
     def _pairs(self, op: Op) -> tuple[tuple[int, int], ...]:
-        """`Gemm.pairs`."""
-        left, right = (self._graph.tensor_by_id[t] for t in op.inputs)
+        """`Gemm.pairs`. Of a tensor that is multiplied by itself both are of it."""
+        left, right = (self._graph.tensor_by_id[t] for t in (op.inputs[0], op.inputs[-1]))
         return tuple((x.numel, other.numel) for x, other in ((left, right), (right, left)) if x.requires_grad)
 
     def _emulated(self, op: Op) -> tuple[str, ...]:

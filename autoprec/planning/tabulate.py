@@ -337,7 +337,7 @@ class Tabulated(Recorder):
             held[0] = np.where(made != back, alone, held[0])
         held[0] = np.maximum(held[0], before[0] - x[:, None] * width[made])
         if pairs:
-            held[0] = self._of_two(figures[4 : 4 + n][h].T, out, pairs, (made, back, kept_as, beside_h), emulated)
+            held[0] = self._of_two(figures[4 : 4 + n][h].T, out, pairs, x, (made, back, kept_as, beside_h), emulated)
         held[1] = np.maximum(held[1], before[1])
         plain = (own == 0) & (h == 0) & (g == 0) & ~there
         there, made_of = (amount[:, None] * width[kept] * again for amount in figures[-8:-6])
@@ -352,26 +352,27 @@ class Tabulated(Recorder):
         return self._group(scopes, entries, seconds, held=parts)
 
     def _of_two(
-        self, workspace: _Floats, out: _Floats, pairs: Pairs[_Floats], formats: Sequence[_Ints], emulated: Sequence[int]
-    ) -> _Floats:
+        self, workspace: _Floats, out: _Floats, pairs: Pairs[_Floats], given: _Floats, formats: Sequence[_Ints],
+        emulated: Sequence[int],
+    ) -> _Floats:  # fmt: skip
         """`Step.of_two`, of several products."""
         width, (made, h, kept, again) = np.array(self._sizes, np.float64), formats
         brief = np.isin(h, emulated)
-        own, given = np.where(brief, 4.0, width[h]), width[made]
+        own, as_given = np.where(brief, 4.0, width[h]), width[made]
         copy, operand = width[h] * (made != h), width[again] * (kept != again)
         rounded = np.where(brief, made != 0, made != h)
         sizes = {
-            Part.MADE: given,
+            Part.MADE: as_given,
             Part.PRODUCT: own,
             Part.ROUNDED: own * rounded,
-            Part.GIVEN: given * rounded,
+            Part.GIVEN: as_given * rounded,
             Part.ARRIVING: np.where(brief, 4.0, copy),
             Part.OPERAND: np.where(brief, 4.0, operand),
             Part.CASTING: (copy + 4.0) * (brief & (copy > 0.0)),
             Part.READING: (operand + 4.0) * (brief & (operand > 0.0)),
             Part.WORKSPACE: workspace * ~brief,
         }
-        found = stages(out, pairs, np.ones(1))
+        found = stages(out, pairs, given, np.ones(1))
         totals = [sum(sign * numel[:, None] * sizes[part] for part, numel, sign in stage) for stage in found]
         largest: _Floats = np.maximum.reduce(np.broadcast_arrays(*totals))
         return largest
