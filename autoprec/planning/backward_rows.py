@@ -60,11 +60,10 @@ def backward_of(program: Program, gemm: Gemm) -> list[list[CopyHeld]]:
     late += [(e, float(own * bytes_of(f))) for f, e in again]
     not_yet = [(program.is_in(made, f), -float(gemm.x_numel * bytes_of(f))) for f in program.formats(made)]
     if gemm.pairs:
-        inputs = [[*stage, *early] for stage in _of_two(program, gemm)]
-    else:
-        inputs = [[*own_input, *_lasting(gemm, of_input), *cast, *later, *early], [*cast, *early],
-                  *([brief, *not_yet, *early] for brief in _before(gemm, of_input))]  # fmt: skip
-    phases = [*inputs, [*own_weight, *_lasting(gemm, of_weight), *late],
+        return [[*stage, *early] for stage in _of_two(program, gemm)]
+    phases = [[*own_input, *_lasting(gemm, of_input), *cast, *later, *early],
+              [*cast, *early], [*own_weight, *_lasting(gemm, of_weight), *late],
+              *([brief, *not_yet, *early] for brief in _before(gemm, of_input)),
               *([brief, *late] for brief in _before(gemm, of_weight))]  # fmt: skip
     if read:
         phases.append([*((e, float(read * bytes_of(f))) for f, e in again), *late])
@@ -116,6 +115,8 @@ def _of_two(program: Program, gemm: Gemm) -> list[list[CopyHeld]]:
         rounded.append((same, 4.0))
         given.append((same, float(bytes_of(h))))
 
+    wide_size = dict(zip(unit.options, unit.workspace, strict=True)).get("fp32", 0)
+
     def lasting(casts: list[Cast]) -> list[CopyHeld]:
         return [(c.made, float(bytes_of(c.format))) for c in casts if result_format(c.format) not in gemm.emulated]
 
@@ -132,9 +133,8 @@ def _of_two(program: Program, gemm: Gemm) -> list[list[CopyHeld]]:
         Part.OPERAND: wide + lasting(reading),
         Part.READING: brief(reading),
         Part.WORKSPACE: [
-            (Linear().add(k), float(size))
+            (Linear().add(k), float(wide_size if result_format(f) in gemm.emulated else size))
             for k, size, f in zip(program.y[gemm.grad_input], unit.workspace, unit.options, strict=True)
-            if result_format(f) not in gemm.emulated
         ],
     }
     return [

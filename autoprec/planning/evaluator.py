@@ -244,7 +244,7 @@ class Step:
             held[1] += there
             held.append(there + made_of)  # what it is made of is gone when the product begins
         if gemm.pairs:
-            held[0] = self.of_two(gemm)
+            held = [self.of_two(gemm)]
         roles = (gemm.output, gemm.grad_input, gemm.grad_weight)
         plain = self.storage_of(gemm) is None and all(self.format(u) == "fp32" for u in roles)
         early, late = p.one_after_the_other(gemm, self.format(gemm.output), plain=plain)
@@ -262,6 +262,8 @@ class Step:
         copy = own if made != h else 0
         operand = bytes_of(again) if kept != again else 0
         rounded = made != ("fp32" if emulated else h)
+        unit = self.problem.units[gemm.grad_input]
+        workspace = dict(zip(unit.options, unit.workspace, strict=True))
         sizes = {
             Part.MADE: bytes_of(made),
             Part.PRODUCT: 4 if emulated else own,
@@ -271,9 +273,7 @@ class Step:
             Part.OPERAND: 4 if emulated else operand,
             Part.CASTING: copy + 4 if emulated and copy else 0,
             Part.READING: operand + 4 if emulated and operand else 0,
-            Part.WORKSPACE: 0
-            if emulated
-            else self.problem.units[gemm.grad_input].workspace[self.options[gemm.grad_input]],
+            Part.WORKSPACE: workspace.get("fp32", 0) if emulated else workspace[self.format(gemm.grad_input)],
         }
         found = stages(gemm.out_numel, gemm.pairs, gemm.x_numel, 1)
         return max(sum(sign * numel * sizes[part] for part, numel, sign in stage) for stage in found)

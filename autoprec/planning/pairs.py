@@ -26,7 +26,7 @@ class Part(Enum):
     OPERAND = auto()  # that of an operand, if there is one
     CASTING = auto()  # the arriving gradient, cast, beside its FP32 copy; only of emulated formats
     READING = auto()  # the same of an operand
-    WORKSPACE = auto()  # of the kernel, in bytes; not of emulated formats
+    WORKSPACE = auto()  # of the kernel, in bytes; of emulated formats, that of FP32
 
 
 def stages(out: T, pairs: Pairs[T], given: T, one: T) -> list[list[tuple[Part, T, int]]]:

@@ -336,8 +336,6 @@ class Tabulated(Recorder):
             alone = np.maximum(held[0] + x[:, None] * (width[back] - width[made]), x[:, None] * width[back])
             held[0] = np.where(made != back, alone, held[0])
         held[0] = np.maximum(held[0], before[0] - x[:, None] * width[made])
-        if pairs:
-            held[0] = self._of_two(figures[4 : 4 + n][h].T, out, pairs, x, (made, back, kept_as, beside_h), emulated)
         held[1] = np.maximum(held[1], before[1])
         plain = (own == 0) & (h == 0) & (g == 0) & ~there
         there, made_of = (amount[:, None] * width[kept] * again for amount in figures[-8:-6])
@@ -345,7 +343,11 @@ class Tabulated(Recorder):
         extra_input, extra_weight = figures[-4:-2]
         early = figures[-6][:, None] * both + extra_input[:, None] * plain
         late = x[:, None] * width[made] * both - extra_weight[:, None] * plain
-        phases = (held[0] + early, held[1] + there - late, there + made_of - late)
+        phases: tuple[_Floats, ...] = (held[0] + early, held[1] + there - late, there + made_of - late)
+        if pairs:
+            workspace = np.where(np.isin(back, emulated), figures[4][:, None], figures[4 : 4 + n][h].T)
+            two = self._of_two(workspace, out, pairs, x, (made, back, kept_as, beside_h), emulated)
+            phases = (two + early,)
         largest = np.maximum(np.maximum.reduce(phases), 0.0)
         then, summed = figures[-2].astype(np.int64), figures[-1][:, None] * plain
         parts = (Held(largest, phase, phase), Held(summed, then, then))
@@ -370,7 +372,7 @@ class Tabulated(Recorder):
             Part.OPERAND: np.where(brief, 4.0, operand),
             Part.CASTING: (copy + 4.0) * (brief & (copy > 0.0)),
             Part.READING: (operand + 4.0) * (brief & (operand > 0.0)),
-            Part.WORKSPACE: workspace * ~brief,
+            Part.WORKSPACE: workspace,
         }
         found = stages(out, pairs, given, np.ones(1))
         totals = [sum(sign * numel[:, None] * sizes[part] for part, numel, sign in stage) for stage in found]
