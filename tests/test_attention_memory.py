@@ -1,7 +1,8 @@
-"""What attention without one kernel for both passes (dropout, a trained mask, written out) keeps and takes is known."""
+"""What attention without one kernel for both passes (dropout, a trained mask), written out, and products keep and take is known."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,32 @@ def test_operands_of_a_product_are_kept_as_they_are_stored_in_any_order(storage:
     assert not [t.shape for t in kept if t.dtype is torch.float32 and t.numel() == 5 * 7 * 8]
     _, found = gradient(model, x)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.01)
+
+
+class Multiplied(nn.Module):
+    """Two results of linear layers, and a product of them."""
+
+    def __init__(self, product: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.product = nn.Linear(64, 64), nn.Linear(64, 64), product
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(self.a(x), self.b(x))
+
+
+@pytest.mark.parametrize("plan", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda a, b: a @ b,
+        lambda a, b: torch.einsum("bid,bjd->bij", a, b),
+        lambda a, b: a @ a + b,  # by itself
+        lambda a, b: a @ a.transpose(-2, -1) + b,
+        lambda a, b: a @ b[0].transpose(-2, -1),  # summed over the batch
+        lambda a, b: a @ b.detach(),  # one gradient
+    ],
+)
+def test_peaks_of_products_of_two_activations(product: Callable[[Tensor, Tensor], Tensor], plan: str) -> None:
+    batches = [torch.randn(16, 64, 64) for _ in range(3)]
+    predicted, measured = predicted_and_measured(Multiplied(product), batches, lambda m, x: m(x).square().mean(), plan)
+    assert abs(predicted / measured - 1.0) <= SLACK, (predicted, measured)

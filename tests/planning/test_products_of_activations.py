@@ -69,6 +69,15 @@ def test_casts_of_a_role_of_its_own_by_hand() -> None:
     assert found == pytest.approx(expected)
 
 
+def test_a_tensor_that_is_multiplied_by_itself() -> None:
+    make = Maker(np.random.default_rng(0), calm=True)
+    h = make.linear(make.tensor("input:x", (4, 5), kind=TensorKind.INPUT, grad=False), 4, fqn="a")
+    graph = make.graph(make.op("matmul", OpClass.GEMM, (h,), (4, 4), saves=(h,)))
+    problem = Case(graph, make.profile(graph), modelled_device(graph), policy(("fp32", "bf16"))).problem()
+    (gemm,) = (g for g in problem.gemms if g.pairs)
+    assert gemm.pairs == ((16, 16), (16, 16)) and gemm.x_numel == 16
+
+
 def attention(*rules: dict[str, object], largest: float = 1.0) -> Case:
     make = Maker(np.random.default_rng(0), calm=True)
     x = make.tensor("input:x", (4, 5), kind=TensorKind.INPUT, grad=False)
