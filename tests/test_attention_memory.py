@@ -1,4 +1,4 @@
-"""What attention without one kernel for both passes (dropout, a trained mask), written out, and products keep and take is known."""
+"""What attention without one kernel for both passes, written out, and other products of activations keep and take."""
 
 from __future__ import annotations
 

@@ -260,15 +260,17 @@ def _conv_backward(o: ConvOptions, grad: Tensor, x: Tensor, weight: Tensor, whic
 
 
 class _Matmul(torch.autograd.Function):
-    """a @ b of two activations, each at least 2-D, leading dimensions broadcast; only the narrow operands are kept."""
+    """a @ b of two activations, each at least 2-D, leading dimensions broadcast; of the narrow operands those are kept
+    that the other one's gradient reads."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, spec: GemmSpec) -> Tensor:
-        ctx.spec, ctx.dtypes = spec, (a.dtype, b.dtype)
+        ctx.spec, ctx.dtypes, ctx.shapes = spec, (a.dtype, b.dtype), (a.shape, b.shape)
         left, right = read_operand(a, None, spec), read_operand(b, None, spec)
         ctx.kept_as = left.format if isinstance(left, Packed) else None
         ctx.again = None
-        kept = [(t.payload, t.inverse_scale) if isinstance(t, Packed) else (t, None) for t in (left, right)]
+        read_again = (left if ctx.needs_input_grad[1] else None, right if ctx.needs_input_grad[0] else None)
+        kept = [(t.payload, t.inverse_scale) if isinstance(t, Packed) else (t, None) for t in read_again]
         ctx.save_for_backward(*kept[0], *kept[1])
         with spec.computing(spec.output):
             return (spec.operand(left, spec.output) @ spec.operand(right, spec.output)).to(spec.result)
@@ -280,14 +282,13 @@ class _Matmul(torch.autograd.Function):
         a, scale_a, b, scale_b = ctx.saved_tensors
         if ctx.kept_as is not None:
             a, b = Packed(a, scale_a, ctx.kept_as), Packed(b, scale_b, ctx.kept_as)
-        shape_a, shape_b = (t.payload.shape if isinstance(t, Packed) else t.shape for t in (a, b))
         fmt = spec.grad_input
         g = spec.operand(spec.gradient(grad, fmt), fmt)
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_a = spec.product(_product_with(spec, g, b, shape_a, left=True), fmt, ctx.dtypes[0])
+            grad_a = spec.product(_product_with(spec, g, b, ctx.shapes[0], left=True), fmt, ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
-            grad_b = spec.product(_product_with(spec, g, a, shape_b, left=False), fmt, ctx.dtypes[1])
+            grad_b = spec.product(_product_with(spec, g, a, ctx.shapes[1], left=False), fmt, ctx.dtypes[1])
         return grad_a, grad_b, None
 
 
