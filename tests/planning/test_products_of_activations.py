@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autoprec.graphs import OpClass, OpGraph, Role, TensorKind
-from autoprec.planning.evaluator import evaluate
+from autoprec.planning.evaluator import Step, evaluate
 from autoprec.planning.solutions import Choice
 from autoprec.planning.uniform import uniform_choice
 from autoprec.planning.values import Problem
@@ -76,6 +76,28 @@ def test_a_tensor_that_is_multiplied_by_itself() -> None:
     problem = Case(graph, make.profile(graph), modelled_device(graph), policy(("fp32", "bf16"))).problem()
     (gemm,) = (g for g in problem.gemms if g.pairs)
     assert gemm.pairs == ((16, 16), (16, 16)) and gemm.x_numel == 16
+    # FP32 gradients of a BF16 product: the second beside the first, which is cast by then. One of them is counted.
+    step, workspace = step_of(problem, "bf16", "fp32")
+    assert step.of_two(gemm) == 4 * 16 + 4 * 16 + workspace + 4 * 16 + 2 * 16 - 2 * 16
+
+
+def step_of(problem: Problem, formats: str, gradients: str) -> tuple[Step, int]:
+    """Everything in one format, but the gradients of the product; the workspace of those."""
+    place = next(i for i, u in enumerate(problem.units) if u.op == SCORES and u.role is Role.GRAD_INPUT)
+    unit, options = problem.units[place], list(uniform_choice(problem, formats).options)
+    options[place] = unit.options.index(gradients)
+    return Step(problem, Choice(options=tuple(options))), unit.workspace[options[place]]
+
+
+def test_bytes_of_a_role_of_its_own_by_hand() -> None:
+    """Casts of the arriving gradient (4·3) and of the other operand (3·6), and the result (4·6); what that is cast to
+    counts elsewhere, and is not there before. The copy of the operand is gone while the result is cast."""
+    problem = case().problem()
+    (gemm,) = (g for g in problem.gemms if g.pairs)
+    step, workspace = step_of(problem, "bf16", "fp32")
+    assert step.of_two(gemm) == 4 * 12 + 4 * 18 + 4 * 24 + workspace - 2 * 24
+    step, workspace = step_of(problem, "fp32", "bf16")
+    assert step.of_two(gemm) == max(2 * 12 + 2 * 18 + 2 * 24 + workspace, 2 * 12 + 2 * 24 + 4 * 24) - 4 * 24
 
 
 def attention(*rules: dict[str, object], largest: float = 1.0) -> Case:
