@@ -57,7 +57,6 @@ def serve(x: Tensor) -> bool:
         is_installed()
         and x.device.type == "cpu"
         and not is_traced(x)
-        and not torch._C._functorch.is_legacy_batchedtensor(x)  # has no memory of its own (is_grads_batched)
         and x.is_contiguous()
         and x.dtype in (torch.bfloat16, torch.float32, torch.uint8, torch.bool)
         and torch.get_num_threads() <= MOST_THREADS
