@@ -1,12 +1,12 @@
 """What guard and monitor cost: `python -m tests.bench.overhead [NAME ...] [--cycles 12]`.
 
 One model trains under one plan, at default settings, and half of its steps, by chance in every pair, are bare: the
-rewritten graph is called and nothing else is there: no guard, no hooks, no records, no boundary.
-(Two copies of a model differ by half a per cent by where their memory lies.) Whole steps with the optimizer's; a cycle
-has as many pairs as lie between two observed steps. Overheads are ratios of sums over a cycle, medians over cycles,
-with quartiles: of the guarded steps that are not observed, of all of them, and of the observed one against the bare
-steps of its cycle. Then what a step reads on the host, counted, and what judging the noise of a whole plan takes. Exit
-code 1 on the transformer if these are above 1.005, 1.010 or 1.3.
+rewritten graph is called and nothing else is there: no guard, no hooks, no records, no boundary. (Two copies of a model
+differ by half a per cent by where their memory lies.) Whole steps with the optimizer's; a cycle has as many pairs as
+lie between two observed steps. Overheads are ratios of sums over a cycle, medians over cycles, with quartiles: of the
+guarded steps that are not observed, of all of them, and of the observed one against the bare steps of its cycle. Then
+what a step reads on the host, counted, and what judging the noise of a whole plan takes. Exit code 1 on the transformer
+if these are above 1.005, 1.010 or 1.3.
 """
 
 from __future__ import annotations

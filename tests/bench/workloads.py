@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from autoprec.demo.tasks import ByteTransformer
 from tests.bench import data
 
-__all__ = ["PLAIN_RECURRENT", "WORKLOADS", "WRITTEN_ATTENTION", "Workload", "chosen", "conclude"]
+__all__ = ["FUSED_ATTENTION", "PLAIN_RECURRENT", "WORKLOADS", "WRITTEN_ATTENTION", "Workload", "chosen", "conclude"]
 
 
 @dataclass(frozen=True, kw_only=True)
