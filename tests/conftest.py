@@ -20,6 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
     if hasattr(config, "workerinput"):
         os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # or each imports torch into processes that it compiles with
 
 
 #: Files of few tests that take long: first, so that at the end no worker is alone with one (a quarter of the time).
@@ -32,6 +33,7 @@ _LONG = (
     "test_memory",
     "test_replanning",
     "test_testing",
+    "test_worker",
 )
 
 
