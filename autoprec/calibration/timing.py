@@ -266,7 +266,7 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
     if not (isinstance(y, Tensor) and y.requires_grad):
         nothing = {role: lambda: None for role in case.op.roles}
         return _Runs(runs=nothing | {Role.OUTPUT: without_graph}, private_bytes=private, workspace=held)
-    g = torch.randn(y.shape, device=y.device).to(y.dtype)
+    g = torch.randn_like(y.detach(), dtype=torch.float32).to(y.dtype)  # gradients arrive in the order of the result
 
     def backward(y: Tensor, wanted: Sequence[Tensor], *, release: bool = False) -> Callable[[], object]:
         live = [t for t in wanted if t.requires_grad]
