@@ -147,17 +147,20 @@ class StructureRecorder:
     def _saved(self, record: _Kept) -> None:
         op = record.op
         own = dict.fromkeys([i for _, i in op.inputs] + list(op.outputs))
-        seen: set[int] = set()
+        seen: set[tuple[int, ...]] = set()
         for x in self._pending:
             pointer = _pointer(x)
-            if pointer in seen or pointer in self._parameters or x.numel() == 0:
-                continue
-            seen.add(pointer)
             owner = self._owner_of_storage.get(pointer)
-            match = next((t for t in own if t == owner or self._shares(t, owner)), None)
-            if match is not None:
-                record.saves.append(match)
-            else:
+            sharing = [t for t in own if t == owner or self._shares(t, owner)]
+            # Of one memory, parts (queries, keys and values) are kept one by one.
+            key = (pointer, x.storage_offset(), x.numel()) if sharing else (pointer,)
+            if key in seen or pointer in self._parameters or x.numel() == 0:
+                continue
+            seen.add(key)
+            alike = [t for t in sharing if t not in record.saves and self._tensors[t].numel == x.numel()]
+            for match in [*alike, *sharing][:1]:
+                record.saves += [match] if match not in record.saves else []
+            if not sharing:
                 record.private_bytes += x.untyped_storage().nbytes()
 
     def _shares(self, tensor_id: str, owner: str | None) -> bool:
