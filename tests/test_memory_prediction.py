@@ -26,8 +26,8 @@ from autoprec.planning.uniform import uniform_choice
 from autoprec.serial import load_policy
 from tests.bench.measure import calibrate, one_thread
 from tests.bench.mixtures import ratios
+from tests.bench.workloads import FUSED_ATTENTION
 from tests.bench.workloads import WORKLOADS as BENCH
-from tests.bench.workloads import WRITTEN_ATTENTION
 from tests.memory_study import WORKLOADS, Peak, peak_of, peaks, peaks_under, predicted_and_measured
 
 CPU = torch.device("cpu")
@@ -247,11 +247,11 @@ def test_the_peak_of_small_models_of_transformers_is_predicted(name: str) -> Non
         assert found.ratio is not None and abs(found.ratio - 1.0) <= SLACK, found
 
 
-@pytest.mark.parametrize("name", ["mlp", "transformer", "cnn", "written-attention"])
+@pytest.mark.parametrize("name", ["mlp", "transformer", "cnn", "fused-attention"])
 def test_the_peak_of_any_mixture_is_predicted(name: str) -> None:
     """Formats and storages by chance: casts, and the order in which our products make their gradients, also those of
     two activations. Of the transformer, two of four layers; `python -m tests.bench.mixtures` has all."""
-    used = WRITTEN_ATTENTION if name == "written-attention" else BENCH[name]
+    used = FUSED_ATTENTION if name == "fused-attention" else BENCH[name]
     if name == "transformer":
         used = replace(used, build=partial(ByteTransformer, width=256, heads=4, depth=2, context=128))
     with one_thread():

@@ -112,13 +112,14 @@ class _Check:
         self.energies((*at, "loss_noise"), t.loss_noise)
         self.index((*at, "birth"), t.birth, self.ops, "moment")
         self.unit_index((*at, "born"), t.born)
+        if t.part_of is not None:
+            self.part((*at, "part_of"), t, t.part_of)
         self.index((*at, "stored_by", 0), t.stored_by[0], max(self.ops, 1), "moment")
         self.unit_index((*at, "stored_by", 1), t.stored_by[1])
         for name in ("readers", "savers", "gradient_readers"):
             for k, use in enumerate(getattr(t, name)):
                 self.use((*at, name, k), use)
-        for name in ("masks", "slices"):
-            self.indices((*at, name), getattr(t, name), self.ops, "moment")
+        self.indices((*at, "masks"), t.masks, self.ops, "moment")
         self.indices((*at, "gemms"), t.gemms, len(self.problem.gemms), "GEMM")
         for k, saver in enumerate(t.others):
             here = (*at, "others", k)
@@ -127,6 +128,15 @@ class _Check:
             self.amounts(here, saver, "numel", "spared")
             self.energies((*here, "noise"), saver.noise)
             self.shares((*here, "reached"), saver.reached)
+
+    def part(self, at: At, t: PlanTensor, whole: int) -> None:
+        self.index(at, whole, len(self.problem.tensors), "tensor")
+        if self.problem.tensors[whole].part_of is not None:
+            raise InputError("a part is one of a whole tensor", at=at)
+        if (t.readers or t.savers) and self.problem.tensors[whole].born != t.born:
+            raise InputError("a part that is read is born as the whole", at=at)
+        if t.storages:
+            raise InputError("a part is kept as the tensor that it is of", at=at)
 
     def remaking(self, at: At, t: PlanTensor, remaking: Remaking) -> None:
         self.amounts(at, remaking, "numel", "noise")
@@ -142,6 +152,7 @@ class _Check:
     def use(self, at: At, use: Use) -> None:
         self.index((*at, "moment"), use.moment, self.ops, "moment")
         self.unit_index((*at, "unit"), use.unit)
+        self.unit_index((*at, "copied"), use.copied)
         self.backward_moment((*at, "kept_from"), use.kept_from)
         if use.shared_until not in (None, NEVER):
             self.index((*at, "shared_until"), use.shared_until, self.ops, "moment")

@@ -11,6 +11,7 @@ from autoprec.graphs import Role
 from autoprec.planning.codes import bytes_of
 from autoprec.planning.pairs import Part, stages
 from autoprec.planning.solutions import Choice, Evaluation
+from autoprec.planning.uses import Use
 from autoprec.planning.values import Gemm, GradientNode, PlanTensor, Problem
 from autoprec.plans import RECOMPUTED, Violation
 
@@ -119,14 +120,19 @@ class Step:
         """Casts and copies of one tensor, and the gradient of it."""
         p, t = self.problem, self.problem.tensors[index]
         born, birth = self.result(t.born), p.phase(t.birth)
-        begins, last = {born: birth}, dict[tuple[str, int | None], int]()
+        begins, last = dict[str, int](), dict[tuple[str, int | None], int]()
+        casts = [birth]
         for use in t.readers:
             for f in dict.fromkeys((self.result(use.unit), self.copy(use.unit))):
-                begins[f] = min(begins.get(f, p.phases), p.cast_at(t, use))
-                last[f, None] = max(last.get((f, None), 0), p.phase(use.moment))
-        first = min((p.cast_at(t, use) for use in t.readers), default=birth)
-        made = [begin for f, begin in begins.items() if f != born and not is_scaled(f)]
-        last[born, None] = max(last.get((born, None), 0), first, *made)
+                if use.part:
+                    casts.append(p.cast_at(t, use))
+                if self.has_copy(t, use, f):
+                    begins[f] = min(begins.get(f, p.phases), p.cast_at(t, use))
+                    last[f, None] = max(last.get((f, None), 0), p.phase(use.moment))
+        if t.part_of is None:
+            first = min((p.cast_at(t, use) for use in t.readers), default=birth)
+            casts += [first, *(begin for f, begin in begins.items() if f != born and not is_scaled(f))]
+            begins[born], last[born, None] = birth, max(last.get((born, None), 0), *casts)
         for f, _ in last:
             if is_scaled(f):
                 self.seconds += t.runs * p.cast_seconds(result_format(f), f, t.numel)
@@ -136,21 +142,28 @@ class Step:
                     self.seconds += p.cast_seconds(f, born, t.numel)
         if index in self.stored:
             self.store(t, self.stored[index])
-        else:
-            for use in t.savers:
-                key = (self.copy(use.unit), use.kept_from)
+        elif t.part_of not in self.stored:
+            savers = [(use, f) for use in t.savers if self.has_copy(t, use, f := self.copy(use.unit))]
+            for use, f in savers:
+                key = (f, use.kept_from)
                 last[key] = max(last.get(key, 0), p.phase(p.backward(use.moment)))
-                begins[key[0]] = min(begins.get(key[0], p.phases), p.cast_at(t, use))
-            self.saved += sum(t.bytes_in(f) for f in {self.copy(u.unit) for u in t.savers if u.kept_from is None})
+                begins[f] = min(begins.get(f, p.phases), p.cast_at(t, use))
+            self.saved += sum(t.bytes_in(f) for f in {f for use, f in savers if use.kept_from is None})
         for (f, again), end in last.items():
             begin = begins[f] if again is None else p.phase(again)
             self.hold_phases(t.id, f"activations, {f}", begin, end, t.bytes_in(f))
         self.gradients(t, born)
 
+    def has_copy(self, t: PlanTensor, use: Use, format_name: str) -> bool:
+        """Whether a tensor has a copy for a use in this format: of a part, it has one or the whole has."""
+        wide = use.copied is not None and {self.format(use.unit), self.format(use.copied)} == {"fp32"}
+        alone = wide or format_name != self.result(t.born)
+        return alone if t.part_of is not None else not (use.part and alone)
+
     def gradients(self, t: PlanTensor, born: str) -> None:
         """The gradient of one tensor: in each format in which it is read, from the last reader there until the first
         one there ran backward and it is cast to the format that the tensor was born in, and in that until its birth.
-        What a further reader sends is added to what is there, and the gradient of a slice is one of the whole."""
+        What a further reader sends is added to what is there."""
         p, what, readers = self.problem, f"gradient of {t.id}", t.gradient_readers
         formats = [self.result(use.unit) for use in readers]
         cast: dict[str, int] = {}
@@ -168,10 +181,6 @@ class Step:
             then, others = p.phase(p.backward(use.moment)), formats[k + 1 :]
             if f in others or (f == born and any(g != f and cast[g] <= then for g in others)):
                 self.hold_phases(f"sum of the {what}", _GRADIENTS, then, then, t.numel * bytes_of(f))
-        for moment in t.slices:
-            self.hold(
-                f"slice of the {what}", _GRADIENTS, p.backward(moment), p.backward(moment), t.numel * bytes_of(born)
-            )
 
     def store(self, t: PlanTensor, storage: str) -> None:
         """The narrow copy of one tensor, what is made of it in the backward pass (but for GEMMs), and the masks of the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from autoprec.planning.codes import owner
 from autoprec.planning.linear import Linear, Rows
@@ -70,13 +70,20 @@ class Holding(Rows):
                 self.at_most(short, 0.0)
         return found
 
-    def held(self, demand: Demand, spared: Linear | None) -> dict[str, Linear]:
-        """By format: 1 if the copy is held; `spared` is 1 where the tensor is kept in a narrow format."""
-        costs = {f: 0.0 for f, _ in demand.sizes}
-        found = self.copies(costs, demand.always, demand.unless_stored, spared)
+    def held(self, demand: Demand, spared: Linear | None, costs: dict[str, float] | None = None) -> dict[str, Linear]:
+        """By format: 1 if the copy is held, which may cost; `spared` is 1 where the tensor is kept in a narrow
+        format."""
+        costs = costs or {f: 0.0 for f, _ in demand.sizes}
+        found = self.copies(costs if not demand.ways else dict.fromkeys(costs, 0.0), demand.always,
+                            demand.unless_stored, spared)  # fmt: skip
         for f in found if demand.ways else ():
-            found[f] = self.any_of([found[f], *(case for way in demand.ways for case in self._cases(way, f))])
+            found[f] = self.any_of([found[f], *self._ways(demand.ways, f, spared)], costs[f])
         return found
+
+    def _ways(self, ways: Iterable[Way], format_name: str, spared: Linear | None) -> Iterator[Linear]:
+        for way in ways:
+            for case in self._cases(way, format_name) if format_name in (way.formats or (format_name,)) else ():
+                yield case if spared is None or not way.unless_stored else Linear().add(case).add(spared, -1.0)
 
     def _cases(self, way: Way, format_name: str) -> Iterator[Linear]:
         """Expressions, at most 1, of which one is 1 if a way holds the copy in a format."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoprec.graphs import ATTENTION, Op, OpGraph
+from autoprec.planning.parts import Parts
 from autoprec.planning.roots import Roots
 
-__all__ = ["is_unfused", "keeps_logits", "with_kept_inputs"]
+__all__ = ["copied", "is_unfused", "keeps_logits", "with_kept_inputs"]
 
 #: What a mean divides by, in FP32; a class, as an integer.
 _TOTAL_BYTES, _CLASS_BYTES = 4, 8
@@ -44,8 +45,11 @@ def keeps_logits(op: Op, graph: OpGraph) -> bool:
     return more in besides or op.inputs[0] in op.saves
 
 
-def _copied(op: Op, graph: OpGraph, roots: Roots) -> tuple[str, ...]:
-    """Of a product of two activations, those of which torch's keeps a contiguous copy."""
+def copied(op: Op, graph: OpGraph, roots: Roots) -> tuple[str, ...]:
+    """What an op is given, and torch's keeps a contiguous copy of: of attention that runs op by op, and of a product of
+    two activations."""
+    if is_unfused(op):
+        return op.inputs
     if op.weights or not op.is_plain_product:
         return ()
     specs, saved = graph.tensor_by_id, {roots.root_of[t] for t in op.saves}
@@ -53,18 +57,18 @@ def _copied(op: Op, graph: OpGraph, roots: Roots) -> tuple[str, ...]:
     return found if sum(4 * specs[t].numel for t in found) <= op.private_saved_bytes else ()
 
 
-def with_kept_inputs(graph: OpGraph, roots: Roots) -> OpGraph:
+def with_kept_inputs(graph: OpGraph, roots: Roots, parts: Parts) -> OpGraph:
     """The graph where these ops keep what they are given, which is what ours do in a narrow format (`numerics.lean`,
     `numerics.losses`). As written, attention keeps copies of queries, keys and values, and the sum of scores and a
     mask, all as large as these, and cross entropy a tensor as large as its logits: they count as these, and no longer
     among what the op keeps besides."""
-    specs, kept = graph.tensor_by_id, {roots.root_of[t] for op in graph.ops for t in op.saves}
+    specs, kept = graph.tensor_by_id, {parts.copied_of[t] for op in graph.ops for t in op.saves}
     ops = []
     for op in graph.ops:
-        given = op.inputs if is_unfused(op) else op.inputs[:1] if keeps_logits(op, graph) else _copied(op, graph, roots)
+        given = op.inputs[:1] if keeps_logits(op, graph) else copied(op, graph, roots)
         if given:
-            copies = [t for t in given if roots.root_of[t] not in kept and specs[t].is_float32]
-            kept |= {roots.root_of[t] for t in given}
+            copies = [t for t in given if parts.copied_of[t] not in kept and specs[t].is_float32]
+            kept |= {parts.copied_of[t] for t in given}
             private = max(0, op.private_saved_bytes - sum(4 * specs[t].numel for t in copies))
             op = replace(op, saves=tuple(dict.fromkeys((*op.saves, *given))), private_saved_bytes=private)
         ops.append(op)

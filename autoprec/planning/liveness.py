@@ -5,24 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from autoprec.formats import COMPUTE_FORMATS
 from autoprec.planning.codes import bytes_of, copy_of, result_of
 from autoprec.planning.uses import Use
 from autoprec.planning.values import PlanTensor, Problem
 
-__all__ = ["Demand", "Way", "demands"]
+__all__ = ["Demand", "Way", "demands", "saved"]
 
 
 _Units = tuple[int | None, ...]
+
+#: Compute formats but FP32.
+_NARROW = tuple(f for f in COMPUTE_FORMATS if f != "fp32")
 
 
 @dataclass(frozen=True)
 class Way:
     """A copy in a format is held if one unit of each group has that format, and one of `apart` has another that none of
-    `but` has (where there are such units)."""
+    `but` has (where there are such units). `formats`: only of these; None of all. `unless_stored`: only while the
+    tensor is kept as it is."""
 
     groups: tuple[_Units, ...]
     apart: _Units = ()
     but: _Units = ()
+    formats: tuple[str, ...] | None = None
+    unless_stored: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +37,7 @@ class Demand:
     """Copies of one tensor: the one in a format is held if any of the units has that format.
 
     Attributes:
-        tensor: index of the tensor.
+        tensor: index of the tensor; of a part, of the whole.
         sizes: bytes of the copy by format.
         always: units (None is FP32) that hold it by having the format.
         unless_stored: units that hold it only while the tensor is kept as it is.
@@ -52,14 +59,45 @@ def demands(problem: Problem, phase: int) -> Iterator[Demand]:
         if problem.phase(t.birth) > phase:
             continue
         always, ways = _read(problem, t, phase)
-        keeping = [copy_of(use.unit) for use in t.savers if _keeps(problem, t, use, phase)]
+        savers = [use for use in t.savers if _keeps(problem, t, use, phase)]
+        keeping, kept = saved(t, savers)
+        always, ways = (always, (*ways, *kept)) if t.part_of is None else ((), (*_alone(t, always, ways), *kept))
         units = [*always, *keeping, *(u for way in ways for u in way.groups[0])]
         if sizes := tuple((f, t.bytes_in(f)) for f in _formats(problem, units) if t.bytes_in(f)):
-            yield Demand(tensor=i, sizes=sizes, always=always, unless_stored=_once(keeping), ways=ways)
+            index = i if t.part_of is None else t.part_of
+            yield Demand(tensor=index, sizes=sizes, always=always, unless_stored=_once(keeping), ways=ways)
         stored = tuple((f, size) for f in t.storages if (size := _stored_size(problem, t, f, phase)))
         if stored:
             yield Demand(tensor=i, stored=stored)
         yield from _gradients(problem, i, t, phase)
+
+
+def saved(t: PlanTensor, savers: Iterable[Use]) -> tuple[_Units, tuple[Way, ...]]:
+    """What holds copies for savers, of a tensor that is kept as it is: units that hold one by having its format, and
+    ways to."""
+    if t.part_of is None and not any(use.part for use in savers):
+        return _once(copy_of(use.unit) for use in savers), ()
+    born, ways = result_of(t.born), list[Way]()
+    for use in savers:
+        read, narrow = copy_of(use.unit), None if use.copied is None else _NARROW
+        if t.part_of is not None:
+            ways.append(Way(((read,),), (born,), unless_stored=True))
+            if use.copied is not None:
+                ways.append(Way(((use.unit,), (use.copied,)), formats=("fp32",), unless_stored=True))
+        elif use.part:
+            ways.append(Way(((born,), (read,)), formats=narrow, unless_stored=True))
+            if use.copied is not None:
+                own = (use.unit, use.copied)
+                ways.append(Way(((born,), (read,)), own, formats=("fp32",), unless_stored=True))
+        else:
+            ways.append(Way(((read,),), unless_stored=True))
+    return (), tuple(dict.fromkeys(ways))
+
+
+def _alone(t: PlanTensor, always: _Units, ways: Iterable[Way]) -> Iterator[Way]:
+    """Of a part, those of copies that it has alone."""
+    yield from (Way(((unit,),), (result_of(t.born),)) for unit in always)
+    yield from (Way(way.groups, (result_of(t.born),)) for way in ways)
 
 
 def _once(units: Iterable[int | None]) -> _Units:
@@ -75,17 +113,26 @@ def _read(problem: Problem, t: PlanTensor, phase: int) -> tuple[_Units, tuple[Wa
     in the format of birth, until all casts are made."""
     born = result_of(t.born)
     begun, reading, later, fresh, cast = (list[int | None]() for _ in range(5))
+    ways = list[Way]()
     for use in t.readers:
         at, units = problem.cast_at(t, use), dict.fromkeys((result_of(use.unit), copy_of(use.unit)))
+        if use.part:
+            if phase <= at:
+                reading.append(born)
+            elif phase <= problem.phase(use.moment):
+                ways.append(Way(((born,), (result_of(use.unit),))))
+            continue
         if at > phase:
             later += units
         else:
             begun += units
             reading += units if phase <= problem.phase(use.moment) else ()
         (fresh if at >= phase else cast).append(result_of(use.unit))
+    if t.part_of is not None:
+        return _once(reading), (Way((_once(begun), _once(later))),) if begun and later else ()
     if not cast and (fresh or phase == problem.phase(t.birth)):
         reading.append(born)
-    ways = [Way((_once([born, *begun]), _once(later)))] if later else []
+    ways += [Way((_once([born, *begun]), _once(later)))] if later else []
     if cast and fresh:
         ways.append(Way(((born,),), _once(fresh), _once(cast)))
     return _once(reading), tuple(ways)
@@ -93,6 +140,8 @@ def _read(problem: Problem, t: PlanTensor, phase: int) -> tuple[_Units, tuple[Wa
 
 def _keeps(problem: Problem, t: PlanTensor, use: Use, phase: int) -> bool:
     # A checkpoint keeps what one of its ops reads: there since that was cast.
+    if use.part and use.kept_from is None:
+        return phase <= problem.phase(problem.backward(use.moment))
     casts = [problem.cast_at(t, one) for one in (use, *t.readers) if one.unit == use.unit]
     first = min(casts) if use.kept_from is None else problem.phase(use.kept_from)
     return first <= phase <= problem.phase(problem.backward(use.moment))
@@ -135,9 +184,6 @@ def _gradients(problem: Problem, index: int, t: PlanTensor, phase: int) -> Itera
             if cast:
                 ways.append(Way(((unit,), (born,)), cast, still))
             yield copies((), *ways)
-    for view in t.slices:
-        if then(view) == phase:
-            yield copies((born,))
 
 
 def _stored_size(problem: Problem, t: PlanTensor, storage: str, phase: int) -> int:

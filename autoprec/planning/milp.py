@@ -16,6 +16,7 @@ multiplied by 10⁴, so that the solver's absolute tolerances (10⁻⁶) are har
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from autoprec.planning.codes import bytes_of, copy_of, other_operand_of, result_
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
 from autoprec.planning.holding import Holding
 from autoprec.planning.linear import Linear
-from autoprec.planning.liveness import demands
+from autoprec.planning.liveness import Demand, demands, saved
 from autoprec.planning.propagation import worst_variances
 from autoprec.planning.solutions import Choice
 from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit
@@ -67,7 +68,7 @@ class Program(Holding):
         self.s = {(t, f): self.variable(0.0, binary=True) for t in problem.storable
                   for f in problem.tensors[t].storages}  # fmt: skip
         self.stored = {t: self._any_storage(t) for t in problem.storable}
-        self._worst = worst_variances(problem)
+        self._worst = _largest_variances(problem)
         self.v = [self.variable(0.0) for _ in self._worst]
         for unit in self.y:
             self.row({k: 1.0 for k in unit}, 1.0)
@@ -152,20 +153,20 @@ class Program(Holding):
     def _tensors(self) -> None:
         p = self.problem
         for i, t in enumerate(p.tensors):
-            reading = [result_of(use.unit) for use in t.readers]
+            reading = [result_of(use.unit) for use in t.readers if not use.part]
             self._casts_to(result_of(t.born), reading, t.numel, back=t.casts_back, runs=t.runs)
             self._narrow_operands(t)
-            spared = self.stored.get(i)
-            savers = [copy_of(use.unit) for use in t.savers if use.kept_from is None]
-            kept = dict.fromkeys(f for unit in savers for f in self.formats(unit))
-            costs = {f: self._byte * t.bytes_in(f) for f in kept}
-            self.copies(costs, (), savers, spared)
+            spared = self.stored.get(i if t.part_of is None else t.part_of)
+            keeping, ways = saved(t, [use for use in t.savers if use.kept_from is None])
+            units = (*keeping, *(u for way in ways for u in way.groups[0]))
+            costs = {f: self._byte * t.bytes_in(f) for f in dict.fromkeys(f for u in units for f in self.formats(u))}
+            self.held(Demand(tensor=i, unless_stored=keeping, ways=ways), spared, costs)
             for storage in t.storages:
                 self._store(t, storage, self.s[i, storage])
 
     def _narrow_operands(self, t: PlanTensor) -> None:
         """Copies for products in formats with a scale, made of those that the products are given."""
-        readers = list(dict.fromkeys(use.unit for use in t.readers))
+        readers = list(dict.fromkeys(use.unit for use in t.readers if not use.part))
         for f in dict.fromkeys(f for unit in readers for f in self.formats(unit) if is_scaled(f)):
             seconds = t.runs * self.problem.cast_seconds(result_format(f), f, t.numel)
             self.any_of([self.is_in(unit, f) for unit in readers], self._second * seconds)
@@ -290,7 +291,10 @@ class Program(Holding):
                     for f, relative in saver.noise:
                         if self._worst[k] > 0.0:
                             total[k].add(self.s[t, f], share * relative / self._worst[k])
+        own = set(self.v)
         for variable, expression in zip(self.v, total, strict=True):
+            for k, factor in expression.terms.items():
+                expression.terms[k] = factor if k in own else min(factor, _CAP)
             self.at_least(variable, expression)
 
     def _weight_rows(self) -> None:
@@ -343,8 +347,8 @@ class Program(Holding):
         for demand in demands(p, phase):
             for f, size in demand.stored:
                 total.add(self.s[demand.tensor, f], float(size))
-            key = (demand.sizes, demand.always, demand.unless_stored, demand.ways,
-                   demand.tensor if demand.unless_stored else -1)  # fmt: skip
+            stored = bool(demand.unless_stored) or any(way.unless_stored for way in demand.ways)
+            key = (demand.sizes, demand.always, demand.unless_stored, demand.ways, demand.tensor if stored else -1)
             if key not in self._live:
                 self._live[key] = self.held(demand, self.stored.get(demand.tensor))
             for f, size in demand.sizes:
@@ -376,3 +380,20 @@ class Program(Holding):
         """The choice that a solver's answer stands for."""
         options = tuple(int(np.argmax(x[unit])) for unit in self.y)
         return Choice(options=options, stored=frozenset(key for key, k in self.s.items() if x[k] > 0.5))
+
+
+def _largest_variances(problem: Problem) -> list[float]:
+    """What relative variances are shares of in the program: the largest that any choice has, or a few times what the
+    rows that they reach allow. Without the latter a row may have a coefficient of 1e8, and a solver with tolerances of
+    1e-6 rules good choices out."""
+    most = [math.inf] * problem.variances
+    for row in problem.rows:
+        for k, energy in problem.reaching(row):
+            if energy > 0.0:
+                most[k] = min(most[k], _CAP * row.limit / energy)
+    for node in problem.nodes:
+        passed = min((most[k] / share for k, share in node.inputs if share > 0.0), default=math.inf)
+        for k, share in node.outputs:
+            if share > 0.0:
+                most[k] = min(most[k], passed / share)
+    return [min(a, b) for a, b in zip(most, worst_variances(problem), strict=True)]

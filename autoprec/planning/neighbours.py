@@ -131,8 +131,11 @@ def _readers(problem: Problem) -> tuple[list[set[_Key]], list[set[_Key]]]:
     for i, t in enumerate(problem.tensors):
         if t.others:
             by_tensor[i].add(("savers", i))
+        if t.part_of is not None:
+            by_tensor[t.part_of].add(("tensor", i))
+        copied = (use.copied for use in t.savers)
         others = (use.instead[0] for use in t.gradient_readers if use.instead is not None)
-        for unit in (t.born, *(use.unit for use in (*t.readers, *t.savers)), *others):
+        for unit in (t.born, *(use.unit for use in (*t.readers, *t.savers)), *copied, *others):
             reads(unit, ("tensor", i))
         for unit in (t.stored_by[1], *(saver.unit for saver in t.others)):
             reads(unit, ("tensor", i))

@@ -16,8 +16,8 @@ What the planner assumes, and the rewriter does:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
 from autoprec.devices import Device
@@ -28,11 +28,11 @@ from autoprec.planning.activations import Activations
 from autoprec.planning.flow import Flow
 from autoprec.planning.frozen import frozen_nodes, frozen_units, reading_wide
 from autoprec.planning.gradients import gradient_nodes
-from autoprec.planning.kept_inputs import with_kept_inputs
+from autoprec.planning.kept_inputs import copied, with_kept_inputs
 from autoprec.planning.kinks import kink_nodes
 from autoprec.planning.noise import saturates_by_design
 from autoprec.planning.options import Options, decides, in_place_pairs, reads_narrow, unit_options
-from autoprec.planning.phases import NEVER
+from autoprec.planning.parts import resolve_parts, senders, sent_in
 from autoprec.planning.pricing import Prices
 from autoprec.planning.products import Products
 from autoprec.planning.roots import Roots, resolve_roots
@@ -110,7 +110,10 @@ class _Builder:
         living: Mapping[str, str],
     ) -> None:
         self.roots: Roots = resolve_roots(graph)
-        self.graph, as_written = with_kept_inputs(graph, self.roots), graph
+        self.parts = resolve_parts(graph, self.roots)
+        self.graph, as_written = with_kept_inputs(graph, self.roots, self.parts), graph
+        #: (op, tensor): what torch's own keeps a copy of.
+        self.copied = {(op.id, t) for op in graph.ops for t in copied(op, graph, self.roots)}
         self.workspaces, graph = Workspaces(self.graph, device, as_written), self.graph
         self.profile = profile
         self.device = device
@@ -147,17 +150,18 @@ class _Builder:
         self.nodes = (*backward, *kink_nodes(flow, self.activations, forward, passing), *forward, *rounded)
         self.variances = 2 * flow.gradients
         made_on = device if policy.storage.recompute else None
+        self.senders = senders(graph, self.roots, self.parts, self.unit_of, self._born)
         self.stores = Stores(flow, self.weighted, passing, self.workspaces, made_on, banned)
 
     def build(self, budget_bytes: int | None) -> Problem:
         graph, policy = self.graph, self.policy
         readers, savers = self._uses()
-        made = (
+        made = [
             self._tensor(root, readers.get(root, []), savers.get(root, []))
             for root in self.members
             if root in graph.producer or root in readers or root in savers
-        )
-        tensors = sharing_gradients(made, graph, self.roots)
+        ]
+        tensors = sharing_gradients((*made, *self._parts(made, readers, savers)), graph, self.roots)
         index = {t.id: i for i, t in enumerate(tensors)}
         constant = sum(
             self.device.seconds_by_key.get((op.timing_key, Role.OUTPUT, "fp32"), 0.0) * op.calls
@@ -173,7 +177,7 @@ class _Builder:
             for i, op in enumerate(graph.ops)
             if op.private_saved_bytes and not decides(op, graph)
         )
-        kept = [t for t in tensors if any(use.kept_from is None for use in t.savers)]
+        kept = [t for t in made if any(use.kept_from is None for use in t.savers)]
         saved = sum(t.numel * 4 for t in kept) + sum(size for i, first, size in private if first == i)
         saved += sum(u.kept[0] for u in self.units if u.kept and u.kept_from is None)
         ties = {
@@ -281,10 +285,18 @@ class _Builder:
         return self.unit_of.get((self.graph.producer.get(root, ""), Role.OUTPUT))
 
     def _uses(self) -> tuple[dict[str, list[Use]], dict[str, list[Use]]]:
-        """Readers and savers by root, in forward order."""
+        """Readers and savers by root and by part, in forward order."""
         graph, root_of = self.graph, self.roots.root_of
         readers: dict[str, list[Use]] = {}
         savers: dict[str, list[Use]] = {}
+
+        def note(found: dict[str, list[Use]], tensor: str, use: Use, as_born: bool = False) -> None:
+            part, root = self.parts.copied_of[tensor], root_of[tensor]
+            uses = [(root, use)] if part == root or as_born else [(part, use), (root, replace(use, part=True))]
+            for t, one in uses:
+                if one not in found.setdefault(t, []):
+                    found[t].append(one)
+
         for i, op in enumerate(graph.ops):
             unit = self.unit_of.get((op.id, Role.OUTPUT))
             view = self.roots.is_view(op)
@@ -298,9 +310,11 @@ class _Builder:
                     uses = [Use(moment=i, unit=unit)] if reads_narrow(op, t, graph) else wide
                 else:
                     uses = [Use(moment=i, unit=None)]
-                readers.setdefault(root, []).extend(u for u in uses if u not in readers.get(root, []))
-                held = [u for u in map(partial(self._held_by_checkpoint, op, root), uses) if u is not None]
-                savers.setdefault(root, []).extend(u for u in held if u not in savers.get(root, []))
+                readers.setdefault(root, [])
+                for use in uses:
+                    note(readers, t, use, view)
+                    if (held := self._held_by_checkpoint(op, root, use)) is not None:
+                        note(savers, t, held, view)
             for t in dict.fromkeys(op.saves):
                 spec, root = graph.tensor_by_id[t], root_of[t]
                 if graph.tensor_by_id[root].kind is TensorKind.PARAMETER:
@@ -312,9 +326,9 @@ class _Builder:
                 else:
                     saved_as = unit if reads_narrow(op, t, graph) else None
                 path = shared_path(self._path(root), op.checkpoints)
-                use = Use(moment=i, unit=saved_as, kept_from=self._made_again(path))
-                if use not in savers.setdefault(root, []):
-                    savers[root].append(use)
+                copy = (op.id, t) in self.copied and self.parts.copied_of[t] != root
+                copied = self.unit_of.get((op.id, Role.GRAD_INPUT), unit) if copy else None
+                note(savers, t, Use(moment=i, unit=saved_as, kept_from=self._made_again(path), copied=copied), view)
             if op.op_class is OpClass.RECURRENT and unit is not None:
                 for w in op.weights:  # casts of its weights, for the backward pass; made outside of checkpoints
                     savers.setdefault(f"param:{w}", []).append(Use(moment=i, unit=unit))
@@ -323,7 +337,7 @@ class _Builder:
         end = self.last
         for spec in graph.tensors:
             if spec.is_output:
-                readers.setdefault(root_of[spec.id], []).append(Use(moment=end, unit=None))
+                note(readers, spec.id, Use(moment=end, unit=None))
         return readers, {root: uses for root, uses in savers.items() if uses}
 
     # Checkpoints
@@ -354,7 +368,6 @@ class _Builder:
         first = min((u.moment for u in (*readers, *savers)), default=0)
         requires_grad = any(t.requires_grad for t in members)
         histogram = self.prices.values(root)
-        readers_back, slices = self._gradient_readers(members) if activation else ((), ())
         kept = self.stores.of(root) if activation and spec.is_float32 else Keeping()
         weights = [op in self.weighted for op in self.graph.readers.get(root, ()) if spec.kind is TensorKind.PARAMETER]
         return PlanTensor(
@@ -374,8 +387,7 @@ class _Builder:
             others=kept.others,
             masks=kept.masks,
             remaking=kept.remaking,
-            gradient_readers=readers_back,
-            slices=slices,
+            gradient_readers=self.senders.get(root, ()),
             casts_back=requires_grad and not any(weights),
             # Products cast their weights themselves: that is in their seconds.
             runs=0 if root in self.frozen or (weights and all(weights)) else 1 + len(self._path(root)),
@@ -388,26 +400,29 @@ class _Builder:
             ),
         )  # fmt: skip
 
-    def _gradient_readers(self, members: list[TensorSpec]) -> tuple[tuple[Use, ...], tuple[int, ...]]:
-        """(readers that send a gradient, moments of views of a part), in forward order."""
-        graph, readers, slices = self.graph, dict[Use, None](), []
-        whole = members[0].numel
-        for t in members:
-            if not (t.requires_grad and t.is_float32):
+    def _parts(
+        self, whole: Sequence[PlanTensor], readers: dict[str, list[Use]], savers: dict[str, list[Use]]
+    ) -> Iterator[PlanTensor]:
+        """Parts that are read, or have a gradient."""
+        index = {t.id: i for i, t in enumerate(whole)}
+        for part, root in self.parts.root_of.items():
+            if root not in index or not (part in readers or part in savers or part in self.senders):
                 continue
-            if t.gets_gradient:
-                readers[Use(moment=self.last, unit=None, shared_until=NEVER)] = None
-            for reader in graph.readers.get(t.id, ()):
-                op, moment = graph.op_by_id[reader], self.moment[reader]
-                if not any(graph.tensor_by_id[o].requires_grad for o in op.outputs):
-                    continue
-                unit = self.unit_of.get((op.id, Role.OUTPUT))
-                if self.roots.is_view(op):
-                    unit = self._born(self.roots.root_of[t.id])
-                    shares = [o for o in op.outputs if o not in self.roots.copied_from]
-                    if shares and sum(graph.tensor_by_id[o].numel for o in shares) < whole:
-                        slices.append(moment)
-                    if shares:
-                        continue  # the gradient of a view is one of the tensor, sent by the readers of the view
-                readers[Use(moment=moment, unit=unit)] = None
-        return tuple(sorted(readers, key=lambda use: use.moment)), tuple(slices)
+            spec, root_tensor, sent = self.graph.tensor_by_id[part], whole[index[root]], self.senders.get(part, ())
+            expanded = self.parts.copied_of[part] != part
+            yield PlanTensor(
+                id=part,
+                numel=spec.numel,
+                is_float32=True,
+                wide_bytes=4 * spec.numel,
+                narrow_costs=True,
+                birth=self.moment[self.graph.producer[part]],
+                born=sent_in(sent, root_tensor.born) if expanded else root_tensor.born,
+                inherits=True,
+                part_of=index[root],
+                readers=tuple(readers.get(part, ())),
+                savers=tuple(savers.get(part, ())),
+                gradient_readers=sent,
+                casts_back=root_tensor.casts_back,
+                runs=root_tensor.runs,
+            )

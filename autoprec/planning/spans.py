@@ -21,11 +21,13 @@ _Bools = npt.NDArray[np.bool_]
 
 
 class Read(NamedTuple):
-    """A forward use, in a format [entries]; phases [tables] of its cast and of its end."""
+    """A forward use, in a format [entries]; phases [tables] of its cast and of its end; whether it is one of a part,
+    in the format of birth (-1 where it is not)."""
 
     format: _Ints
     cast: _Ints
     end: _Ints
+    part: bool
 
 
 class Sent(NamedTuple):
@@ -50,10 +52,13 @@ def _new(formats: Sequence[_Ints], born: _Ints, k: int) -> _Bools:
 def of_copies(born: _Ints, birth: _Ints, first: _Ints, reads: Sequence[Read], whole: bool) -> Iterator[Span]:
     """Copies (number 0) of tensors, each in the format that it was born in until all casts are made."""
     yield Span(0, born, birth, first)
-    for k, read in enumerate(reads):
+    own = [read for read in reads if not read.part]
+    for read in reads:
         yield Span(0, read.format, read.cast, read.end)
-        if whole:
-            yield Span(0, np.where(_new([r.format for r in reads], born, k), born, -1), birth, read.cast)
+        if read.part:
+            yield Span(0, born, birth, read.cast)
+    for k, read in enumerate(own if whole else ()):
+        yield Span(0, np.where(_new([r.format for r in own], born, k), born, -1), birth, read.cast)
 
 
 def of_gradients(

@@ -122,7 +122,7 @@ class Stores:
                 Saver(
                     moment=moment,
                     unit=unit,
-                    numel=spec.numel,
+                    numel=min(spec.numel, self._graph.tensor_by_id[root].numel),  # what repeats is read once
                     noise=tuple(noise.items()),
                     reached=self._reached(op, t, self._passing.get(moment, ())),
                     in_pieces=of_logits,

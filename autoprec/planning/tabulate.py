@@ -105,9 +105,11 @@ class Tabulated(Recorder):
     def _tensor(self, index: int, t: PlanTensor, propagation: Propagation) -> None:
         p, of = self.problem, self.decisions.of
         storage = self.decisions.storage.get(index)
+        if t.part_of is not None and t.savers:
+            storage = self.decisions.storage.get(t.part_of)
         if t.readers or t.savers or t.loss_noise or t.wide_bytes or t.born is not None or t.gradient_readers:
             self._uses(t, storage)
-        if storage is None:
+        if storage is None or t.part_of is not None:
             return
         moment, unit = t.stored_by
         masks = [p.phase(m) for m in (*t.masks, *map(p.backward, t.masks))]
@@ -128,7 +130,8 @@ class Tabulated(Recorder):
         """One table for a tensor, or several for a few of its readers each."""
         fixed = [self.decisions.of(t.born)] + ([] if storage is None else [storage])
         instead = [u.instead[0] for u in t.gradient_readers if u.instead is not None]
-        units = [*(u.unit for u in (*t.readers, *t.savers, *t.gradient_readers)), *instead]
+        copied = [u.copied for u in t.savers if u.copied is not None]
+        units = [*(u.unit for u in (*t.readers, *t.savers, *t.gradient_readers)), *instead, *copied]
         uses = [*map(self.decisions.of, units)]
         rooms = self._rooms(fixed, [u for u in uses if u >= 0 and u not in fixed])
         for k, room in enumerate(rooms):
@@ -140,7 +143,9 @@ class Tabulated(Recorder):
             sums = [n for n, u in enumerate(senders) if u is not t.gradient_readers[-1]
                     and self._belongs(u, there, rooms[:k], fixed)]  # fmt: skip
             senders = [self._known(u, there) for u in senders]
-            self._one_table(t, storage, readers, savers, senders, sums, t.slices if k == 0 else (), len(rooms))
+            savers = [u for u in savers if u.copied is None or self.decisions.of(u.copied) < 0
+                      or self.decisions.of(u.copied) in there]  # fmt: skip
+            self._one_table(t, storage, readers, savers, senders, sums, len(rooms))
 
     def _known(self, use: Use, there: set[int]) -> Use:
         """A use as far as a table tells: less is held where it does not have the other term of a sum."""
@@ -156,18 +161,21 @@ class Tabulated(Recorder):
 
     def _one_table(
         self, t: PlanTensor, storage: int | None, readers: Sequence[Use], savers: Sequence[Use],
-        senders: Sequence[Use], sums: Sequence[int], slices: Sequence[int], tables: int,
+        senders: Sequence[Use], sums: Sequence[int], tables: int,
     ) -> None:  # fmt: skip
         p, of = self.problem, self.decisions.of
         then: Callable[[int], int] = lambda moment: p.phase(p.backward(moment))  # noqa: E731
         begins = dict.fromkeys(u.kept_from for u in savers if u.kept_from is not None)
         copy = {None: 0} | {begin: 1 + k for k, begin in enumerate(begins)}
         others = [of(u.unit if u.instead is None else u.instead[0]) for u in senders]
-        places = [of(t.born), *(of(u.unit) for u in (*readers, *savers, *senders)), *others]
+        copied = [k for k, u in enumerate(savers) if u.copied is not None]
+        places = [of(t.born), *(of(u.unit) for u in (*readers, *savers, *senders)), *others,
+                  *(of(savers[k].copied) for k in copied)]  # fmt: skip
         loss = self._vector(t.loss_noise, p.loss_scale) if t.is_float32 or t.loss_noise else [0.0] * self._formats
         reads = (
-            len(readers), len(savers), len(senders), tuple(sums), len(slices), storage is not None,
+            len(readers), len(savers), len(senders), tuple(sums), storage is not None,
             tuple(copy[u.kept_from] for u in savers), t.inherits, t.casts_back, t.runs, t.narrow_costs, tables,
+            t.part_of is not None, tuple(u.part for u in readers), tuple(u.part for u in savers), tuple(copied),
         )  # fmt: skip
         places.append(-1 if storage is None else storage)
         figures = [
@@ -178,29 +186,37 @@ class Tabulated(Recorder):
             *(p.cast_at(t, u) if u.kept_from is None else p.phase(u.kept_from) for u in savers),
             *(then(u.moment) for u in savers),
             *map(p.sent_at, senders), *(p.gradient_cast_at(t, u) for u in senders), *map(p.own_at, senders),
-            *(then(senders[k].moment) for k in sums), *map(then, slices),
+            *(then(senders[k].moment) for k in sums),
         ]  # fmt: skip
         self._record("copies", places, reads, figures)
 
     def _copies(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
-        places, nr, ns, ng, sums, nl, stored, shared, inherits, casts_back, runs, narrow, tables = pattern.reads
+        (places, nr, ns, ng, sums, stored, shared, inherits, casts_back, runs, narrow, tables,
+         part, read_of_part, saved_of_part, copied) = pattern.reads  # fmt: skip
         columns = [entries.format(place) for place in places]
         born, own = self._result[columns[0]], columns[1 : 1 + nr]
-        readers = [self._result[c] for c in own]
-        savers = [self._copy[c] for c in columns[1 + nr : 1 + nr + ns]]
+        read_as = [self._result[c] for c in own]
+        saved_as = columns[1 + nr : 1 + nr + ns]
         senders, others = (
             [self._result[c] for c in columns[begin : begin + ng]] for begin in (1 + nr + ns, 1 + nr + ns + ng)
         )
-        scaled = [np.where(self._result[c] != self._copy[c], c, -1) for c in own]
+        wide = dict(zip(copied, columns[1 + nr + ns + 2 * ng :], strict=False))
+        alone = [(self._copy[c] != born) | ((c == 0) & (wide[k] == 0) if k in wide else False)
+                 for k, c in enumerate(saved_as)]  # fmt: skip
+        savers = [_whose(self._copy[c], one, part, of_part)
+                  for c, one, of_part in zip(saved_as, alone, saved_of_part, strict=True)]  # fmt: skip
+        readers = [_whose(c, c != born, part, of_part) for c, of_part in zip(read_as, read_of_part, strict=True)]
+        scaled = [np.where((self._result[c] != self._copy[c]) & (not of_part), c, -1)
+                  for c, of_part in zip(own, read_of_part, strict=True)]  # fmt: skip
         if stored:  # what is stored narrow is not kept as it is
             savers = [np.where(columns[-1] >= 0, -1, c) for c in savers]
-        numel, wide = figures[0], figures[1]
+        numel, as_it_is = figures[0], figures[1]
         birth, then, first, first_back = figures[2:6].astype(np.int64)
         loss, rest = figures[6 : 6 + self._formats], iter(figures[6 + self._formats :].astype(np.int64))
-        casts, reads, starts, keeps, sends, back, alone, adds, views = (
-            [next(rest) for _ in range(k)] for k in (nr, nr, ns, ns, ng, ng, ng, len(sums), nl)
+        casts, reads, starts, keeps, sends, back, alone, adds = (
+            [next(rest) for _ in range(k)] for k in (nr, nr, ns, ns, ng, ng, ng, len(sums))
         )
-        size = [wide if f == 0 else numel * self._sizes[f] * narrow for f in range(self._formats)]
+        size = [as_it_is if f == 0 else numel * self._sizes[f] * narrow for f in range(self._formats)]
         made = self._any([born, *readers], entries.count)
         seconds = np.zeros((len(scopes), entries.count))
         for f, there in enumerate(self._any(scaled, entries.count)):
@@ -214,9 +230,11 @@ class Tabulated(Recorder):
             seconds += np.where(there & (born != f), cast, 0.0)
         kept = self._any([c for c, copy in zip(savers, shared, strict=True) if copy == 0], entries.count)
         saved = summed(kept, np.array(size))
-        rounded = self._any([born, *readers, *own], entries.count)
+        rounded = self._any([born, *read_as, *own], entries.count)
         rounded = [there & (born != f) for f, there in enumerate(rounded)] if inherits else rounded
-        spans = [*of_copies(born, birth, first, [*map(Read, readers, casts, reads)], tables == 1)]
+        uses = [*map(Read, readers, casts, reads, read_of_part)]
+        spans = [*of_copies(born, birth, first, uses, tables == 1)] if not part else [
+            Span(0, c, begin, end) for c, begin, end in zip(readers, casts, reads, strict=True)]  # fmt: skip
         spans += [Span(0, c, begin, end) for c, begin, end in zip(scaled, casts, reads, strict=True) if (c >= 0).any()]
         spans += [Span(copy, c, begin, end) for copy, c, begin, end in zip(shared, savers, starts, keeps, strict=True)]
         gradient, sent = 1 + max(shared, default=0), [*map(Sent, senders, sends, back, others, alone)]
@@ -227,7 +245,6 @@ class Tabulated(Recorder):
             sizes |= {(gradient, f): numel * width[f] / tables for f in range(self._formats)}
         held = [Held(numel[:, None] * width[senders[k]] * added(k, born, m, sent, tables == 1), m, m)
                 for k, m in zip(sums, adds, strict=True)]  # fmt: skip
-        held += [Held(numel[:, None] * width[born], m, m) for m in views]
         sizes = {key: s for key, s in sizes.items() if s.any()}
         return self._group(
             scopes, entries, seconds / tables, saved / tables, held=tuple(held),
@@ -409,3 +426,8 @@ class Tabulated(Recorder):
         there = self._any(columns, entries.count)
         amount = summed(there, figures[1 : 1 + self._formats]) / tables
         return self._group(scopes, entries, rounding=Noise(figures[0].astype(np.int64), amount))
+
+
+def _whose(formats: _Ints, alone: npt.NDArray[np.bool_], part: bool, of_part: bool) -> _Ints:
+    """`Step.has_copy`: formats of the copies that a tensor has, where they are `alone` copies of a part."""
+    return np.where(alone, formats, -1) if part else np.where(alone, -1, formats) if of_part else formats

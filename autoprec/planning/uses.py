@@ -19,6 +19,10 @@ class Use:
     choice, as the gradients that enter at the outputs are (`Problem.standing`). `instead`: (unit, moment) of the
     other term of the sum: where that was born in another format than the sum's, it has a cast of its own, and this is
     the tensor's own from that moment on.
+
+    `part`: it is a use of a part of the tensor (`parts`), which has its copies in other formats; this is of the tensor
+    only where it has the format of birth, and until it has been cast. `copied`, of a saver of a part: where that
+    unit and this are FP32, torch's own product keeps a contiguous copy of it, whatever the format of birth.
     """
 
     moment: int
@@ -26,6 +30,8 @@ class Use:
     kept_from: int | None = None
     shared_until: int | None = None
     instead: tuple[int | None, int] | None = None
+    part: bool = False
+    copied: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,6 +82,8 @@ class PlanTensor:
         birth: moment of the op that makes it; of its first reader for inputs, parameters and buffers.
         born: the unit whose format it is born in; None is FP32.
         inherits: its values are those of another tensor (a copying view), so its birth rounds nothing anew.
+        part_of: of a part (`parts`), the tensor whose memory it shares (index): it has a place here for its copies in
+            other formats than that of birth, and for its gradient. It is kept as it is unless that one is not.
         readers, savers: who reads it in the forward pass, and who keeps it for the backward pass; a checkpoint keeps
             what it reads from outside.
         storages: narrow formats that it may be kept in, `RECOMPUTED` among them; none if it is kept as it is. The next
@@ -92,7 +94,6 @@ class PlanTensor:
         masks: moments of those that keep one bit per element instead (ReLU).
         remaking: how it is made again, where that may be; only GEMMs keep it then.
         gradient_readers: readers that send a gradient, in forward order; none if its gradient costs no bytes.
-        slices: moments of the views that show a part of it, and send a gradient of the whole.
         casts_back: whether each cast of it casts a gradient in the backward pass.
         runs: how often a step makes it, and casts it: once more for each activation checkpoint around it; 0 for a
             weight that products cast themselves.
@@ -108,6 +109,7 @@ class PlanTensor:
     birth: int
     born: int | None
     inherits: bool
+    part_of: int | None = None
     readers: tuple[Use, ...]
     savers: tuple[Use, ...]
     storages: tuple[str, ...] = ()
@@ -117,7 +119,6 @@ class PlanTensor:
     masks: tuple[int, ...] = ()
     remaking: Remaking | None = None
     gradient_readers: tuple[Use, ...] = ()
-    slices: tuple[int, ...] = ()
     casts_back: bool = False
     runs: int = 1
     loss_noise: tuple[tuple[str, float], ...] = ()

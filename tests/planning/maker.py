@@ -111,6 +111,20 @@ class Maker:
         return self.op("embedding", OpClass.LOOKUP, (indices, rows), shape, saves=(indices,), weights=("embed.weight",),
                        fqn="embed")  # fmt: skip
 
+    def split(self, x: str, rows: int) -> tuple[str, str]:
+        """The first rows, and the others."""
+        (whole, width), name = self.tensors[x].shape, f"m:split#{len(self.ops)}"
+        parts = [self.tensor(f"{name}.{k}", (n, width), grad=self.grad(x), base=x)
+                 for k, n in enumerate((rows, whole - rows))]  # fmt: skip
+        self.ops.append(Op(id=name, kind="split", op_class=OpClass.VIEW, fqn="m", inputs=(x,), outputs=tuple(parts),
+                           timing_key="split"))  # fmt: skip
+        return parts[0], parts[1]
+
+    def copying_product(self, x: str, y: str, shape: tuple[int, ...]) -> str:
+        """A product of two activations, of which torch's own keeps copies of what it is given."""
+        size = 4 * (self.tensors[x].numel + self.tensors[y].numel)
+        return self.op("matmul", OpClass.GEMM, (x, y), shape, private=size)
+
     def norm(self, x: str) -> str:
         shape, fqn = self.tensors[x].shape, f"n{len(self.ops)}"
         scale = self.tensor(f"param:{fqn}.weight", shape[-1:], kind=TensorKind.PARAMETER)
@@ -146,7 +160,8 @@ class Maker:
         rng, spec = self.rng, graph.tensor_by_id
         sizes = {t.id: 10.0 ** rng.uniform(-0.3, 0.3) for t in graph.tensors}
         for op in graph.ops:
-            (y,), x = op.outputs, sizes[op.inputs[0]]
+            y, x = op.outputs[0], sizes[op.inputs[0]]
+            sizes |= dict.fromkeys(op.outputs, x)
             if op.op_class is OpClass.VIEW:
                 sizes[y] = x
             elif op.kind == "add":
@@ -156,7 +171,7 @@ class Maker:
         squares = dict.fromkeys(sizes, 0.0)
         squares[graph.ops[-1].outputs[0]] = 1e-8
         for op in reversed(graph.ops):
-            (y,) = op.outputs
+            y = op.outputs[0]
             for t in op.inputs:
                 share = 1.0 if op.op_class is OpClass.VIEW or op.kind == "add" else 10.0 ** rng.uniform(-0.3, 0.3)
                 if op.op_class is OpClass.NORM:  # or gradients of hundreds of blocks overflow

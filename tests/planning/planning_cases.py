@@ -50,7 +50,10 @@ def random_graph(rng: np.random.Generator) -> tuple[Maker, OpGraph]:
     if rng.spawn(1)[0].random() < 0.3:
         live.append(make.lookup(shape))
     linears = 0
-    for _ in range(int(rng.integers(3, 9))):
+    parting = np.random.default_rng([rng.bit_generator.seed_seq.entropy, 36])  # type: ignore[attr-defined]
+    count = int(rng.integers(3, 9))
+    split_after = int(parting.integers(count)) if parting.random() < 0.4 else -1
+    for k in range(count):
         x = live[-1] if rng.random() < 0.6 else live[int(rng.integers(len(live)))]
         y = live[int(rng.integers(len(live)))]
         kind = str(rng.choice(["linear", "linear", "add", "relu", "gelu", "norm", "view", "copy", "softmax", "matmul",
@@ -82,6 +85,8 @@ def random_graph(rng: np.random.Generator) -> tuple[Maker, OpGraph]:
         else:
             out = make.op("gelu", OpClass.POINTWISE, (x,), shape, saves=(x,))
         live.append(out)
+        if k == split_after:
+            live.append(through_parts(make, live[int(parting.integers(len(live)))], shape, parting))
     ends = np.random.default_rng([rng.bit_generator.seed_seq.entropy, 35])  # type: ignore[attr-defined]
     if ends.random() < 0.3:
         queries, keys, values = (live[int(ends.integers(len(live)))] for _ in range(3))
@@ -90,6 +95,26 @@ def random_graph(rng: np.random.Generator) -> tuple[Maker, OpGraph]:
         live.append(make.cross_entropy(live[-1]))
     checkpoint_some(make, rng.spawn(1)[0])
     return make, make.graph(live[-1])
+
+
+def through_parts(make: Maker, x: str, shape: tuple[int, int], rng: np.random.Generator) -> str:
+    """Two parts of a tensor, that go through ops of their own (or the second through none), and a whole again."""
+    one, other = make.split(x, int(rng.integers(1, shape[0])))
+    kinds = rng.choice(["gelu", "linear", "matmul", "part"], size=2)
+    found = []
+    for t, kind in ((one, str(kinds[0])), (other, str(kinds[1]))):
+        own = make.tensors[t].shape
+        if kind == "linear":
+            found.append(make.linear(t, shape[1]))
+        elif kind == "matmul":
+            found.append(make.copying_product(t, str(rng.choice([one, other])), own))
+        elif kind == "part" and own[0] > 1:
+            found.append(make.op("gelu", OpClass.POINTWISE, (make.split(t, 1)[0],), own, saves=(t,)))
+        else:
+            found.append(make.op("gelu", OpClass.POINTWISE, (t,), own, saves=(t,)))
+    if rng.random() < 0.3:
+        return make.op("cat", OpClass.POINTWISE, (found[0], one), shape)
+    return make.op("cat", OpClass.POINTWISE, tuple(found), shape)
 
 
 def checkpoint_some(make: Maker, rng: np.random.Generator) -> None:

@@ -193,7 +193,7 @@ class _Stretched:
             readers=self._uses(t.readers, k), savers=self._uses(t.savers, k), storages=t.storages,
             stored_by=(self._at(moment, k), self._moved(unit, k)),
             gemms=tuple(g + k * self.gemms.each for g in t.gemms), others=tuple(self._saver(s, k) for s in t.others),
-            gradient_readers=self._uses(t.gradient_readers, k), slices=tuple(self._at(m, k) for m in t.slices),
+            gradient_readers=self._uses(t.gradient_readers, k),
             remaking=t.remaking, casts_back=t.casts_back, loss_noise=tuple((f, e * loud) for f, e in t.loss_noise),
         )  # fmt: skip
 
