@@ -142,7 +142,9 @@ class Step:
                     self.seconds += p.cast_seconds(f, born, t.numel)
         if index in self.stored:
             self.store(t, self.stored[index])
-        elif t.part_of not in self.stored:
+        elif t.part_of in self.stored:
+            self.keep_narrow(t, self.stored[t.part_of])
+        else:
             savers = [(use, f) for use in t.savers if self.has_copy(t, use, f := self.copy(use.unit))]
             for use, f in savers:
                 key = (f, use.kept_from)
@@ -189,6 +191,8 @@ class Step:
         moment, unit = t.stored_by
         if storage == RECOMPUTED:
             self.remake(t)
+        elif t.in_parts:
+            self.keep_narrow(t, storage)
         else:
             self.seconds += p.cast_seconds(self.copy(unit), storage, t.numel)
             self.hold(t.id, f"activations, {storage}", moment, p.backward(moment), t.stored_bytes(storage))
@@ -206,6 +210,17 @@ class Step:
         for moment in t.masks:
             self.hold(f"mask of {t.id}", "masks", moment, p.backward(moment), t.mask_bytes)
             self.saved += t.mask_bytes
+
+    def keep_narrow(self, t: PlanTensor, storage: str) -> None:
+        """The narrow copies of a part, and of a tensor that is kept in parts: one of each copy that would be kept."""
+        if storage == RECOMPUTED or not t.keepers:
+            return
+        p, born, moment = self.problem, self.result(t.born), min(use.moment for use in t.keepers)
+        kept = {self.copy(use.unit) if use.part or t.part_of is not None else born for use in t.keepers}
+        for f in sorted(kept & {born} if t.part_of is None else kept - {born}):
+            self.seconds += p.cast_seconds(f, storage, t.numel)
+            self.hold(t.id, f"activations, {storage}", moment, p.backward(moment), t.stored_bytes(storage))
+            self.saved += t.stored_bytes(storage)
 
     def remake(self, t: PlanTensor) -> None:
         """A tensor made again, once, for all that would have kept it."""

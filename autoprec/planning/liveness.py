@@ -190,5 +190,5 @@ def _stored_size(problem: Problem, t: PlanTensor, storage: str, phase: int) -> i
     def held(moment: int) -> bool:
         return problem.phase(moment) <= phase <= problem.phase(problem.backward(moment))
 
-    size = t.stored_bytes(storage) if held(t.stored_by[0]) else 0
+    size = t.stored_bytes(storage) if held(t.stored_by[0]) and not t.in_parts else 0  # of parts: `Program._keep_narrow`
     return size + t.mask_bytes * sum(map(held, t.masks))

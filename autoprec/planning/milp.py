@@ -163,6 +163,9 @@ class Program(Holding):
             self.held(Demand(tensor=i, unless_stored=keeping, ways=ways), spared, costs)
             for storage in t.storages:
                 self._store(t, storage, self.s[i, storage])
+            whole = i if t.in_parts else t.part_of
+            for storage in p.tensors[whole].storages if whole is not None and t.keepers else ():
+                self._keep_narrow(t, storage, self.s[whole, storage])
 
     def _narrow_operands(self, t: PlanTensor) -> None:
         """Copies for products in formats with a scale, made of those that the products are given."""
@@ -174,7 +177,8 @@ class Program(Holding):
     def _store(self, t: PlanTensor, storage: str, binary: int) -> None:
         """Bytes of a narrow copy, seconds of making it, and of reading it by all but GEMMs."""
         p = self.problem
-        self.cost[binary] += self._byte * (t.stored_bytes(storage) + len(t.masks) * t.mask_bytes)
+        copied = 0 if t.in_parts else t.stored_bytes(storage)
+        self.cost[binary] += self._byte * (copied + len(t.masks) * t.mask_bytes)
         if t.remaking is not None and storage == RECOMPUTED:
             seconds, (first, last) = dict(t.remaking.seconds), p.made_again(t)
             made = self._one_of(binary, result_of(t.born), {f: seconds[f] for f in self.formats(result_of(t.born))})
@@ -184,7 +188,8 @@ class Program(Holding):
             self.remade[self.problem.tensor_index[t.id]] = made
             return
         maker = copy_of(t.stored_by[1])
-        self._one_of(binary, maker, {f: p.cast_seconds(f, storage, t.numel) for f in self.formats(maker)})
+        if not t.in_parts:
+            self._one_of(binary, maker, {f: p.cast_seconds(f, storage, t.numel) for f in self.formats(maker)})
         for saver in t.others:
             read = self._read(binary, storage, copy_of(saver.unit), saver.numel)
             if not saver.in_pieces:
@@ -197,6 +202,25 @@ class Program(Holding):
             for _, first, last, more in apart:
                 for phase in range(first, last + 1):
                     self.workspace.setdefault(phase, []).append((wide, more))
+
+    def _keep_narrow(self, t: PlanTensor, storage: str, binary: int) -> None:
+        """`Step.keep_narrow`."""
+        if storage == RECOMPUTED:
+            return
+        p, born, read = self.problem, result_of(t.born), [copy_of(use.unit) for use in t.keepers]
+        moment = min(use.moment for use in t.keepers)
+        sure = t.part_of is None and not all(use.part for use in t.keepers)
+        for f in dict.fromkeys(f for unit in (read if t.part_of is not None else [born]) for f in self.formats(unit)):
+            cost = self._byte * t.stored_bytes(storage) + self._second * p.cast_seconds(f, storage, t.numel)
+            as_born, cases = self.is_in(born, f), list[Linear]()
+            for unit in read:
+                case = Linear().add(binary).add(self.is_in(unit, f))
+                case.add(as_born, -1.0) if t.part_of is not None else case.add(as_born)
+                case.add(Linear(-1.0 if t.part_of is not None else -2.0))
+                cases.append(Linear(-1.0).add(binary).add(as_born) if sure else case)
+            there = self.any_of(cases, cost)
+            for phase in range(p.phase(moment), p.phase(p.backward(moment)) + 1):
+                self.workspace.setdefault(phase, []).append((there, float(t.stored_bytes(storage))))
 
     def _read(self, binary: int, storage: str, unit: int | None, numel: int) -> list[Cast]:
         """What reading a narrow copy in the unit's format costs, if it is there; what it makes."""

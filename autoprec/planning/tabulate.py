@@ -16,8 +16,8 @@ import numpy.typing as npt
 from autoprec.graphs import Role
 from autoprec.planning.decisions import Decisions
 from autoprec.planning.pairs import Pairs, Part, stages
+from autoprec.planning.part_tables import PartTables
 from autoprec.planning.propagation import Propagation
-from autoprec.planning.recorder import Recorder
 from autoprec.planning.spans import Read, Sent, added, of_copies, of_gradients
 from autoprec.planning.tables import Copies, Entries, Group, Held, Noise, Pattern, Span, summed
 from autoprec.planning.uses import Use
@@ -32,7 +32,7 @@ _Ints = npt.NDArray[np.int64]
 _Cast = tuple[_Ints, _Ints, _Floats]
 
 
-class Tabulated(Recorder):
+class Tabulated(PartTables):
     """All tables of a problem, in groups.
 
     Attributes:
@@ -66,7 +66,7 @@ class Tabulated(Recorder):
         self.groups: list[Group] = []
         makers: dict[str, Callable[..., Group]] = {
             "unit": self._units, "copies": self._copies, "store": self._stores, "other": self._others,
-            "gemm": self._gemms, "noise": self._noises, "node": self._nodes,
+            "gemm": self._gemms, "noise": self._noises, "node": self._nodes, "narrow": self._narrow,
         }  # fmt: skip
         for pattern, (scopes, figures) in self._found.items():
             entries = Entries(pattern)
@@ -109,6 +109,8 @@ class Tabulated(Recorder):
             storage = self.decisions.storage.get(t.part_of)
         if t.readers or t.savers or t.loss_noise or t.wide_bytes or t.born is not None or t.gradient_readers:
             self._uses(t, storage)
+        if storage is not None and (t.in_parts or (t.part_of is not None and t.keepers)):
+            self._kept_in_parts(t, storage)
         if storage is None or t.part_of is not None:
             return
         moment, unit = t.stored_by
@@ -118,7 +120,7 @@ class Tabulated(Recorder):
             first, last = p.made_again(t)
             figures += [p.phase(first), 2 * last, *self._vector(t.remaking.seconds)]
         born = -1 if t.remaking is None else of(t.born)
-        self._record("store", [storage, of(unit), born], (len(t.masks), t.remaking is not None), figures)
+        self._record("store", [storage, of(unit), born], (len(t.masks), t.remaking is not None, t.in_parts), figures)
         for k, saver in enumerate(t.others):
             noise = self._vector((f, saver.noise_in(f)) for f in dict.fromkeys(f for f, _ in saver.noise))
             then, place = p.phase(p.backward(saver.moment)), propagation.saver(index, k)
@@ -201,10 +203,10 @@ class Tabulated(Recorder):
             [self._result[c] for c in columns[begin : begin + ng]] for begin in (1 + nr + ns, 1 + nr + ns + ng)
         )
         wide = dict(zip(copied, columns[1 + nr + ns + 2 * ng :], strict=False))
-        alone = [(self._copy[c] != born) | ((c == 0) & (wide[k] == 0) if k in wide else False)
+        apart = [(self._copy[c] != born) | ((c == 0) & (wide[k] == 0) if k in wide else False)
                  for k, c in enumerate(saved_as)]  # fmt: skip
         savers = [_whose(self._copy[c], one, part, of_part)
-                  for c, one, of_part in zip(saved_as, alone, saved_of_part, strict=True)]  # fmt: skip
+                  for c, one, of_part in zip(saved_as, apart, saved_of_part, strict=True)]  # fmt: skip
         readers = [_whose(c, c != born, part, of_part) for c, of_part in zip(read_as, read_of_part, strict=True)]
         scaled = [np.where((self._result[c] != self._copy[c]) & (not of_part), c, -1)
                   for c, of_part in zip(own, read_of_part, strict=True)]  # fmt: skip
@@ -252,7 +254,7 @@ class Tabulated(Recorder):
         )  # fmt: skip
 
     def _stores(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
-        (storage, maker, maker_of_it), masks, remakable = pattern.reads
+        (storage, maker, maker_of_it), masks, remakable, in_parts = pattern.reads
         kept, made = entries.format(storage), self._copy[entries.format(maker)]
         there = kept >= 0
         numel, mask = figures[0], figures[3]
@@ -261,7 +263,8 @@ class Tabulated(Recorder):
         width = widths[kept] * there
         size = numel[:, None] * width + np.where(width == 1.0, 4.0, 0.0)
         masked = mask[:, None] * there
-        narrow = there & (kept != self._again)
+        narrow = there & (kept != self._again) & (not in_parts)
+        size *= not in_parts  # `_narrow` counts that
         seconds = np.where(narrow, self._cast(made, np.where(narrow, kept, made), numel), 0.0)
         held = [Held(size, first, last)]
         held += [Held(masked, moments[k], moments[masks + k]) for k in range(masks)]

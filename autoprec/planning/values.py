@@ -135,6 +135,16 @@ class PlanTensor:
         return self.numel * bytes_of(storage) + (4 if bytes_of(storage) == 1 else 0)
 
     @property
+    def keepers(self) -> tuple[Use, ...]:
+        """Savers that would keep a narrow copy, and not a mask."""
+        return tuple(use for use in self.savers if use.moment not in self.masks)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether one of them keeps a part: what is there narrow then depends on the formats of those that do."""
+        return any(use.part for use in self.keepers)
+
+    @property
     def mask_bytes(self) -> int:
         """Bytes of one mask with one bit per element."""
         return -(-self.numel // 8)

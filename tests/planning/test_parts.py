@@ -152,12 +152,26 @@ def test_a_product_in_fp32_keeps_copies_of_parts_and_ours_the_whole() -> None:
     assert ours[h, "activations, fp32"][1] == f"backward of {product}" and (few, "activations, fp32") not in ours
 
 
-def test_a_part_is_kept_narrow_with_the_whole() -> None:
+def test_of_a_tensor_kept_narrow_in_parts_each_copy_is_kept() -> None:
+    """A cast of a part has a narrow copy of its own; what is read as it was born has one of the whole."""
     make, h, few, many = split_linear()
     g, k = gelu(make, few), gelu(make, many)
     problem = problem_of(make, cat(make, g, k), BOTH)
-    found = held(step(problem, {g: "bf16"}, {h: "bf16"}), h, few)
-    assert found[few, "activations, bf16"] == (f"casts of the forward of {g}", f"forward of {g}", 2 * FEW)
+    as_born = held(step(problem, {}, {h: "bf16"}), h, few, many)
+    assert as_born[h, "activations, bf16"] == (f"forward of {g}", f"backward of {g}", 2 * WHOLE)
+    assert as_born[h, "activations, fp32"][1] == f"forward of {k}"
+    assert (few, "activations, bf16") not in as_born
+    one = step(problem, {g: "bf16"}, {h: "bf16"})
+    narrow = [(problem.phase_name(first), problem.phase_name(last), size) for (what, first, last, size), kind
+              in zip(one.held, one.kinds, strict=True) if what == few and kind == "activations, bf16"]  # fmt: skip
+    cast = (f"casts of the forward of {g}", f"forward of {g}", 2 * FEW)
+    assert narrow == [(f"forward of {g}", f"backward of {g}", 2 * FEW), cast]
+    assert held(one, h)[h, "activations, bf16"] == (f"forward of {g}", f"backward of {g}", 2 * WHOLE)
+    both = held(step(problem, {g: "bf16", k: "bf16"}, {h: "bf16"}), h, many)
+    assert (h, "activations, bf16") not in both and both[h, "activations, fp32"][2] == 4 * WHOLE
+    rows = [size for what, _, last, size in step(problem, {g: "bf16", k: "bf16"}, {h: "bf16"}).held if what == many
+            and problem.phase_name(last) == f"backward of {k}"]  # fmt: skip
+    assert rows == [2 * MANY]
 
 
 def test_what_was_expanded_has_a_gradient_in_the_format_of_its_reader() -> None:
