@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -11,12 +12,18 @@ import pytest
 from autoprec.errors import InputError
 from autoprec.graphs import OpClass, OpGraph, Role, TensorKind
 from autoprec.planning.cases import Case
-from autoprec.planning.evaluator import Step
+from autoprec.planning.evaluator import Step, evaluate
+from autoprec.planning.neighbours import Neighbours
 from autoprec.planning.problem import build_problem
+from autoprec.planning.relaxation import Relaxation
 from autoprec.planning.solutions import Choice
 from autoprec.planning.values import Problem
 from autoprec.policies import Policy
 from tests.planning.maker import Maker
+from tests.planning.planning_cases import random_case
+from tests.planning.test_neighbours import agree
+from tests.planning.test_scale import domain_sizes, random_values
+from tests.planning.test_solvers import program_says, random_choice
 
 WIDE, BOTH = (
     Policy.model_validate({
@@ -197,3 +204,45 @@ def test_parts_of_what_is_not_there_are_refused() -> None:
         tensors[part] = replace(tensors[part], part_of=whole)
         with pytest.raises(InputError, match=words):
             Case(problem=replace(problem, tensors=tuple(tensors)))
+
+
+def with_parts(count: int) -> Iterator[tuple[int, Problem]]:
+    """Random problems with parts, every other one with copies that torch's own product keeps of them; no limits."""
+    found = {True: 0, False: 0}
+    for seed in itertools.count():
+        problem = random_case(seed, most=4096).problem()
+        copied = any(use.copied is not None for t in problem.tensors for use in t.savers)
+        if not any(t.part_of is not None and t.readers for t in problem.tensors) or 2 * found[copied] >= count:
+            continue
+        found[copied] += 1
+        rows = tuple(replace(r, limit=1e30) for r in problem.rows)
+        yield seed, replace(problem, loss_limit=None, rows=rows, ties=())
+        if sum(found.values()) == count:
+            return
+
+
+def test_program_tables_and_neighbours_say_of_parts_what_the_evaluator_says() -> None:
+    """Whatever each of their readers, and what makes them, is changed to."""
+    for seed, problem in with_parts(12):
+        chance = np.random.default_rng([seed, 3])
+        centre = random_choice(problem, chance)
+        near, tables = Neighbours(problem, centre), Relaxation(problem)
+        concerned = {t.born for t in problem.tensors if t.part_of is not None}
+        for t in problem.tensors:
+            if t.part_of is not None:
+                concerned |= {u for use in (*t.readers, *t.savers) for u in (use.unit, use.copied)}
+        changed = [replace(centre, options=(*centre.options[:u], k, *centre.options[u + 1 :]))
+                   for u in sorted(concerned - {None}) for k in range(len(problem.units[u].options))]  # fmt: skip
+        changed += [centre.keeping(t, f) for t in problem.storable if problem.tensors[t].in_parts
+                    for f in (None, *problem.tensors[t].storages)]  # fmt: skip
+        for choice in changed:
+            expected, said = evaluate(problem, choice), program_says(problem, choice)
+            assert said is not None, seed
+            assert said[0] == pytest.approx(expected.objective, rel=1e-8), seed
+            assert np.allclose(np.array(said[1]) + problem.fixed_bytes, expected.bytes_at, atol=0.01, rtol=0), seed
+            assert agree(near.evaluate(choice), expected), seed
+        for _ in range(20 if tables.exact else 0):
+            values = random_values(domain_sizes(tables), chance)
+            expected, totals = evaluate(problem, tables.choice(values)), tables.totals(values)
+            assert tuple(totals.bytes_at.tolist()) == expected.bytes_at, seed
+            assert totals.objective == pytest.approx(expected.objective, rel=1e-9), seed
