@@ -212,12 +212,13 @@ class Step:
             self.saved += t.mask_bytes
 
     def keep_narrow(self, t: PlanTensor, storage: str) -> None:
-        """The narrow copies of a part, and of a tensor that is kept in parts: one of each copy that would be kept."""
-        if storage == RECOMPUTED or not t.keepers:
-            return
-        p, born, moment = self.problem, self.result(t.born), min(use.moment for use in t.keepers)
-        kept = {self.copy(use.unit) if use.part or t.part_of is not None else born for use in t.keepers}
-        for f in sorted(kept & {born} if t.part_of is None else kept - {born}):
+        """The narrow copies of a part, or of a tensor kept in parts: of each copy, while its first keeper does."""
+        p, born, first = self.problem, self.result(t.born), dict[str, int]()
+        for use in t.keepers if storage != RECOMPUTED else ():
+            f = self.copy(use.unit) if use.part or t.part_of is not None else born
+            if (f == born) == (t.part_of is None):
+                first[f] = min(first.get(f, p.phases), use.moment)
+        for f, moment in first.items():
             self.seconds += p.cast_seconds(f, storage, t.numel)
             self.hold(t.id, f"activations, {storage}", moment, p.backward(moment), t.stored_bytes(storage))
             self.saved += t.stored_bytes(storage)

@@ -163,9 +163,10 @@ class Program(Holding):
             self.held(Demand(tensor=i, unless_stored=keeping, ways=ways), spared, costs)
             for storage in t.storages:
                 self._store(t, storage, self.s[i, storage])
-            whole = i if t.in_parts else t.part_of
-            for storage in p.tensors[whole].storages if whole is not None and t.keepers else ():
-                self._keep_narrow(t, storage, self.s[whole, storage])
+            if t.in_parts or (t.part_of is not None and t.keepers):
+                whole = i if t.part_of is None else t.part_of
+                for storage in p.tensors[whole].storages:
+                    self._keep_narrow(t, storage, self.s[whole, storage])
 
     def _narrow_operands(self, t: PlanTensor) -> None:
         """Copies for products in formats with a scale, made of those that the products are given."""
@@ -207,20 +208,20 @@ class Program(Holding):
         """`Step.keep_narrow`."""
         if storage == RECOMPUTED:
             return
-        p, born, read = self.problem, result_of(t.born), [copy_of(use.unit) for use in t.keepers]
-        moment = min(use.moment for use in t.keepers)
-        sure = t.part_of is None and not all(use.part for use in t.keepers)
-        for f in dict.fromkeys(f for unit in (read if t.part_of is not None else [born]) for f in self.formats(unit)):
-            cost = self._byte * t.stored_bytes(storage) + self._second * p.cast_seconds(f, storage, t.numel)
-            as_born, cases = self.is_in(born, f), list[Linear]()
-            for unit in read:
-                case = Linear().add(binary).add(self.is_in(unit, f))
-                case.add(as_born, -1.0) if t.part_of is not None else case.add(as_born)
-                case.add(Linear(-1.0 if t.part_of is not None else -2.0))
-                cases.append(Linear(-1.0).add(binary).add(as_born) if sure else case)
-            there = self.any_of(cases, cost)
-            for phase in range(p.phase(moment), p.phase(p.backward(moment)) + 1):
-                self.workspace.setdefault(phase, []).append((there, float(t.stored_bytes(storage))))
+        p, born, part, size = self.problem, result_of(t.born), t.part_of is not None, t.stored_bytes(storage)
+        read = [(use.moment, copy_of(use.unit), use.part or part) for use in t.keepers]
+        for f in dict.fromkeys(f for unit in ([u for _, u, _ in read] if part else [born]) for f in self.formats(unit)):
+            cases = list[tuple[int, Linear]]()
+            for moment, unit, told in sorted(read, key=lambda keeper: keeper[0]):
+                case = Linear(-1.0).add(binary).add(self.is_in(unit, f) if told else Linear(1.0))
+                cases.append((moment, case.add(self.is_in(born, f), -1.0) if part else
+                              case.add(self.is_in(born, f)).add(Linear(-1.0))))  # fmt: skip
+            cost = self._byte * size + self._second * p.cast_seconds(f, storage, t.numel)
+            there = {m: self.any_of([case for k, case in cases if k <= m], cost if m == cases[-1][0] else 0.0)
+                     for m in dict.fromkeys(k for k, _ in cases)}  # fmt: skip
+            for phase in range(p.phase(cases[0][0]), p.phase(p.backward(cases[0][0])) + 1):
+                inside = [m for m in there if p.phase(m) <= phase <= p.phase(p.backward(m))]
+                self.workspace.setdefault(phase, []).append((there[inside[-1]], float(size)))
 
     def _read(self, binary: int, storage: str, unit: int | None, numel: int) -> list[Cast]:
         """What reading a narrow copy in the unit's format costs, if it is there; what it makes."""

@@ -122,13 +122,15 @@ def test_gradients_are_held_in_the_formats_in_which_they_are_sent():
     problem = Case(graph, make.profile(graph), modelled_device(graph), policy(("fp32", "bf16"))).problem()
     choice = uniform_choice(problem, "bf16")
     held = Step(problem, choice)
-    held.gradients(problem.tensors[problem.tensor_index[a]], "bf16")
+    for tensor in (a, part):
+        held.gradients(problem.tensors[problem.tensor_index[tensor]], "bf16")
     n = 8 * 4
     # Moments: linear 0, narrow 1, softmax 2, gelu 3, loss 4; backward 9 to 5; two phases each.
     assert sorted(held.held) == sorted([
         (f"gradient of {a}", 12, 18, 2 * n),  # gelu sends BF16
-        (f"gradient of {a}", 14, 15, 4 * n),  # softmax sends FP32, which is cast when it has run, and then added
-        (f"slice of the gradient of {a}", 16, 16, 2 * n),
+        (f"gradient of {part}", 14, 15, 4 * n // 2),  # softmax sends FP32, which is cast when it has run
+        (f"gradient of {part}", 15, 16, 2 * n // 2),
+        (f"sum of the gradient of {a}", 16, 16, 2 * n),  # the slice sends one of the whole, which is added
     ])  # fmt: skip
 
 

@@ -173,7 +173,7 @@ def test_of_a_tensor_kept_narrow_in_parts_each_copy_is_kept() -> None:
               in zip(one.held, one.kinds, strict=True) if what == few and kind == "activations, bf16"]  # fmt: skip
     cast = (f"casts of the forward of {g}", f"forward of {g}", 2 * FEW)
     assert narrow == [(f"forward of {g}", f"backward of {g}", 2 * FEW), cast]
-    assert held(one, h)[h, "activations, bf16"] == (f"forward of {g}", f"backward of {g}", 2 * WHOLE)
+    assert held(one, h)[h, "activations, bf16"] == (f"forward of {k}", f"backward of {k}", 2 * WHOLE)
     both = held(step(problem, {g: "bf16", k: "bf16"}, {h: "bf16"}), h, many)
     assert (h, "activations, bf16") not in both and both[h, "activations, fp32"][2] == 4 * WHOLE
     rows = [size for what, _, last, size in step(problem, {g: "bf16", k: "bf16"}, {h: "bf16"}).held if what == many
