@@ -1,4 +1,4 @@
-"""Predicted and measured peaks of models whose tensors are used in parts: slices, chunks, what was expanded."""
+"""Predicted and measured peaks of models whose tensors, or gradients, are views: slices, chunks, what was expanded."""
 
 from __future__ import annotations
 
@@ -65,6 +65,11 @@ def expanded(h: Tensor) -> Tensor:
     return (few.unsqueeze(-2).expand(-1, -1, 8, -1) * h.unflatten(-1, (8, 32))).flatten(2)
 
 
+def normalized(h: Tensor) -> Tensor:
+    """Its sum sends back a view."""
+    return h * (h.square().sum(-1, keepdim=True) + 1.0).rsqrt()
+
+
 def heads(h: Tensor, count: int) -> list[Tensor]:
     return [t.unflatten(-1, (4, 16)).transpose(1, 2) for t in h.chunk(count, -1)]
 
@@ -80,7 +85,7 @@ def gated_attention(h: Tensor) -> Tensor:
 
 
 MODELS = [(gated, 128), (slices, 128), (unbound, 128), (one_slice, 64), (one_for_nobody, 64), (parts_of_parts, 128),
-          (expanded, 256), (attention, 64), (gated_attention, 64)]  # fmt: skip
+          (expanded, 256), (normalized, 256), (attention, 64), (gated_attention, 64)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("of", "width"), MODELS, ids=[of.__name__ for of, _ in MODELS])

@@ -5,7 +5,7 @@ one of its own, from its last reader until the view runs backward, which makes a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoprec.graphs import Op, OpGraph, Role, TensorKind, TensorSpec
 from autoprec.planning.phases import NEVER
@@ -123,4 +123,9 @@ class _Senders:
                     if parts and specs[parts[0]].numel > t.numel:
                         unit = sent_in(self.readers[parts[0]], unit)
                 found[Use(moment=self.moment[op.id], unit=unit)] = None
-        return tuple(sorted(found, key=lambda use: use.moment))
+        *others, last = sorted(found, key=lambda use: use.moment) or [None]
+        if last is None:
+            return ()
+        if last.shared_until is None and graph.ops[last.moment].kind == "sum":  # sends a view, until another is added
+            last = replace(last, shared_until=others[-1].moment if others else NEVER)
+        return (*others, last)

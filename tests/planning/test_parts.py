@@ -58,7 +58,8 @@ def problem_of(make: Maker, graph: OpGraph, policy: Policy = WIDE) -> Problem:
 
 def step(problem: Problem, formats: Mapping[str, str], stored: Mapping[str, str] | None = None) -> Step:
     """All in FP32 but the ops that are named."""
-    options = tuple(u.options.index(formats.get(u.op, "fp32")) for u in problem.units)
+    wanted = [(u.options, formats.get(u.op, "fp32")) for u in problem.units]
+    options = tuple(among.index(f) if f in among else 0 for among, f in wanted)  # not every role may be asked for
     index = {t.id: i for i, t in enumerate(problem.tensors)}
     kept = frozenset((index[t], f) for t, f in (stored or {}).items())
     return Step(problem, Choice(options=options, stored=kept)).whole()
@@ -193,6 +194,21 @@ def test_what_was_expanded_has_a_gradient_in_the_format_of_its_reader() -> None:
     assert rows[f"gradient of {many}"] == {2 * WHOLE}
     assert rows[f"gradient of {h}"] == {2 * 3, 4 * 3}
     assert rows[h] == {2 * 3, 4 * 3} and many not in rows
+
+
+def test_what_a_sum_sends_is_a_view_until_it_is_cast_or_added_to() -> None:
+    make, h, *_ = split_linear()
+    total = make.op("sum", OpClass.WIDE, (h,), (1,))
+    problem = problem_of(make, make.graph(total), BOTH)
+    assert f"gradient of {h}" not in {what for what, *_ in step(problem, {}).held}
+    found = held(step(problem, {"a:linear#0": "bf16"}), h)
+    assert found[f"gradient of {h}", GRADIENTS] == (f"casts of the backward of {total}", f"backward of {h}", 2 * WHOLE)
+    make, h, *_ = split_linear()
+    g = gelu(make, h)
+    total = make.op("sum", OpClass.WIDE, (h,), (1,))
+    graph = make.graph(make.op("mul", OpClass.WIDE, (g, total), (8, 3)))
+    added = held(step(problem_of(make, graph), {}), h)
+    assert added[f"gradient of {h}", GRADIENTS] == (f"backward of {g}", f"backward of {h}", 4 * WHOLE)
 
 
 def test_parts_of_what_is_not_there_are_refused() -> None:
