@@ -16,7 +16,7 @@ from tests.noise_study import GradientPair, Pair
 
 @pytest.fixture(scope="module")
 def measured() -> tuple[list[Pair], list[GradientPair]]:
-    found = noise_study.results(seeds=range(2), text_batches=24, digit_batches=64)
+    found = noise_study.results(seeds=range(2), text_batches=16, digit_batches=48)
     return [p for r in found for p in r.pairs], [g for r in found for g in r.gradients]
 
 

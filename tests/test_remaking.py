@@ -347,8 +347,8 @@ def test_what_keeps_more_than_it_reads_is_no_candidate() -> None:
 
 def test_random_problems_have_such_tensors() -> None:
     """So that what brute force says of them is said of these, too."""
-    found = [random_case(seed).problem() for seed in range(300)]
-    assert sum(any(t.remaking is not None for t in p.tensors) for p in found) >= 5
+    found = [random_case(seed).problem() for seed in range(120)]
+    assert sum(any(t.remaking is not None for t in p.tensors) for p in found) >= 2
 
 
 def test_the_error_is_about_what_is_predicted() -> None:

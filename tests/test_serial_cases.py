@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -144,7 +145,7 @@ PLACES = {
 
 def test_no_place_is_beyond_what_is_there() -> None:
     """In several problems, so that each kind of place occurs."""
-    met: set[str] = set()
+    met = Counter[str]()
     problems = [problem_of(seed) for seed in range(60)]
     masked = next(p for p in problems if any(t.masks for t in p.tensors))
     saved = next(p for p in problems if any(s.reached for t in p.tensors for s in t.others))
@@ -161,7 +162,10 @@ def test_no_place_is_beyond_what_is_there() -> None:
             of_a_role = at[1] == "units" or "others" in at
             sizes = of_a_role and name in ("workspace", "kept", "seconds", "backward_workspace")
             if type(value) is int and name in PLACES and last in PLACES[name] and not sizes:
-                met.add(f"{at[1]}.{name}")
+                kind = ".".join([str(at[1]), *(part for part in at[2:] if isinstance(part, str))])
+                met[kind] += 1
+                if met[kind] > 12:  # they are alike
+                    continue
                 assert re.match(r"case\.json:\d+:\d+: ", refusal(with_value(tree, 10**6, *at))), at
     wanted = {
         "tensors.reached",
@@ -174,7 +178,7 @@ def test_no_place_is_beyond_what_is_there() -> None:
         "gemms.x",
         "ties.ties",
     }
-    assert wanted <= met, met
+    assert wanted <= {f"{kind.split('.')[0]}.{kind.split('.')[-1]}" for kind in met}, met
 
 
 def test_whatever_is_read_can_be_evaluated(tree: Any) -> None:

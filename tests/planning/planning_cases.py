@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -129,6 +130,7 @@ def checkpoint_some(make: Maker, rng: np.random.Generator) -> None:
             make.ops[i] = dataclasses.replace(make.ops[i], checkpoints=path)
 
 
+@lru_cache(maxsize=1000)
 def random_case(seed: int, *, most: int = 256) -> Case:
     """A problem with at most `most` choices."""
     rng = np.random.default_rng(seed)

@@ -20,7 +20,7 @@ from autoprec.planning.uses import Saver
 from autoprec.planning.values import Problem
 from tests.planning.planning_cases import Case, random_case
 
-CASES = 80
+CASES = 60
 
 
 def random_choice(problem: Problem, rng: np.random.Generator) -> Choice:
@@ -137,8 +137,8 @@ def test_highs_finds_what_brute_force_finds():
             kinds["binding"] += highs.solve(loose).evaluation.seconds < found.evaluation.seconds
     # The cases are worth something only if they meet what the program is made of.
     assert kinds["stored"] > 5 and kinds["by others"] > 5, kinds
-    assert kinds["mixed"] > 30 and kinds["ties"] > 20 and kinds["binding"] > 12, kinds
-    assert kinds["checkpoints"] > 25, kinds
+    assert kinds["mixed"] > 25 and kinds["ties"] > 16 and kinds["binding"] > 9, kinds
+    assert kinds["checkpoints"] > 20, kinds
 
 
 @pytest.mark.parametrize("large", [False, True])
