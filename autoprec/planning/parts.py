@@ -123,9 +123,8 @@ class _Senders:
                     if parts and specs[parts[0]].numel > t.numel:
                         unit = sent_in(self.readers[parts[0]], unit)
                 found[Use(moment=self.moment[op.id], unit=unit)] = None
-        *others, last = sorted(found, key=lambda use: use.moment) or [None]
-        if last is None:
-            return ()
-        if last.shared_until is None and graph.ops[last.moment].kind == "sum":  # sends a view, until another is added
-            last = replace(last, shared_until=others[-1].moment if others else NEVER)
-        return (*others, last)
+        uses = sorted(found, key=lambda use: use.moment)
+        if uses and uses[-1].shared_until is None and graph.ops[uses[-1].moment].kind == "sum":
+            until = uses[-2].moment if len(uses) > 1 else NEVER  # it sends a view, until another is added to that
+            uses[-1] = replace(uses[-1], shared_until=until)
+        return tuple(uses)
