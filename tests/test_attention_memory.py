@@ -27,7 +27,7 @@ def test_what_attention_with_dropout_keeps_is_known(fused: bool, plan: str) -> N
     """In a narrow format what it is given, once where that is one tensor; in FP32 copies of it."""
     batches = [torch.randn(16, 48, 64) for _ in range(3)]
     predicted, measured = predicted_and_measured(Attends(fused), batches, lambda m, x: m(x), plan)
-    assert abs(predicted / measured - 1.0) <= SLACK, (predicted, measured)
+    assert abs(predicted / measured - 1.0) <= (0.005 if plan == "fp32" else SLACK), (predicted, measured)
 
 
 class Masked(nn.Module):

@@ -16,6 +16,7 @@ What the planner assumes, and the rewriter does:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -114,7 +115,11 @@ class _Builder:
         self.graph, as_written = with_kept_inputs(graph, self.roots, self.parts), graph
         #: (op, tensor): what torch's own keeps a copy of.
         self.copied = {(op.id, t) for op in graph.ops for t in copied(op, graph, self.roots)}
-        self.workspaces, graph = Workspaces(self.graph, device, as_written), self.graph
+        of_parts = Counter[str]()
+        for op_id, given in self.copied:
+            if self.parts.copied_of[given] != self.roots.root_of[given]:
+                of_parts[op_id] += 4 * graph.tensor_by_id[given].numel
+        self.workspaces, graph = Workspaces(self.graph, device, as_written, of_parts), self.graph
         self.profile = profile
         self.device = device
         self.policy = policy
