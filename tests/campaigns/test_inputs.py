@@ -17,7 +17,7 @@ KINDS = ("policy", "plan", "device", "datasheet", "profile")
 
 
 def test_mutations(capsys: pytest.CaptureFixture[str]) -> None:
-    tally = inputs.campaign(inputs.COUNT // 4)
+    tally = inputs.campaign(inputs.COUNT // 8)
     with capsys.disabled():
         print(f"\n  {dict(tally.made)}, refused {dict(tally.refused)}", end="")
     assert tally.broken == []
@@ -28,7 +28,7 @@ def test_mutations_of_datasheets(tmp_path: Path) -> None:
     """The campaign's turns are counted in the documents; datasheets have turns of their own."""
     chance, tally = Random(20261121), inputs.Tally()
     sheets = inputs.originals()["datasheet"]
-    for _ in range(1500):
+    for _ in range(800):
         tree = chance.choice(sheets)
         for _ in range(chance.choice([1, 1, 1, 2, 3])):
             tree = inputs.mutate(tree, chance)

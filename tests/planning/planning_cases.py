@@ -53,7 +53,7 @@ def random_graph(rng: np.random.Generator) -> tuple[Maker, OpGraph]:
     linears = 0
     parting = np.random.default_rng([rng.bit_generator.seed_seq.entropy, 36])  # type: ignore[attr-defined]
     count = int(rng.integers(3, 9))
-    split_after = int(parting.integers(count)) if parting.random() < 0.4 else -1
+    split_after = int(parting.integers(count)) if parting.random() < 0.2 else -1
     for k in range(count):
         x = live[-1] if rng.random() < 0.6 else live[int(rng.integers(len(live)))]
         y = live[int(rng.integers(len(live)))]

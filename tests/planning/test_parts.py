@@ -239,7 +239,7 @@ def with_parts(count: int) -> Iterator[tuple[int, Problem]]:
 
 def test_program_tables_and_neighbours_say_of_parts_what_the_evaluator_says() -> None:
     """Whatever each of their readers, and what makes them, is changed to."""
-    for seed, problem in with_parts(12):
+    for seed, problem in with_parts(6):
         chance = np.random.default_rng([seed, 3])
         centre = random_choice(problem, chance)
         near, tables = Neighbours(problem, centre), Relaxation(problem)
