@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,12 +11,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import autoprec
 from autoprec.demo.tasks import ByteTransformer
 from autoprec.devices import Device
-from autoprec.execution.measuring import peak_bytes, releasing_workspace_bytes, saved_bytes, workspace_bytes
+from autoprec.execution.measuring import held_bytes, peak_bytes, releasing_workspace_bytes, saved_bytes, workspace_bytes
 from autoprec.graphs import OpClass, Role
 from autoprec.numerics.dtypes import native_formats
 from autoprec.planning.evaluator import Step
@@ -410,3 +411,22 @@ def test_which_casts_cast_nothing(cast: Callable[[torch.Tensor], torch.Tensor], 
     assert graph is not None and abs(float(model(batches[0])) - expected) < 0.01
     casts = [op for op in graph.ops if op.kind in ("to", "float", "type", "double")]
     assert [op.op_class is OpClass.VIEW for op in casts] == ([True] if nothing else [False] * len(casts))
+
+
+def test_garbage_of_earlier_steps_does_not_lower_a_peak() -> None:
+    """Cycles with a tensor in them that Python collects while the step runs. The profiler tells of what it saw made."""
+
+    class Ring:
+        pass
+
+    def leave_behind() -> None:
+        ring = Ring()
+        ring.itself, ring.held = ring, torch.zeros(1 << 20)  # type: ignore[attr-defined]
+
+    def step() -> Tensor:
+        gc.collect()
+        return torch.zeros(1 << 16)
+
+    for measured in (lambda: peak_bytes(step, torch.device("cpu")), lambda: held_bytes(step)):
+        peak_bytes(leave_behind, torch.device("cpu"))
+        assert measured() == 4 << 16
