@@ -158,9 +158,10 @@ class StructureRecorder:
                 continue
             seen.add(key)
             alike = [t for t in sharing if t not in record.saves and self._tensors[t].numel == x.numel()]
-            for match in [*alike, *sharing][:1]:
+            if sharing:
+                match = (alike or sharing)[0]
                 record.saves += [match] if match not in record.saves else []
-            if not sharing:
+            else:
                 record.private_bytes += x.untyped_storage().nbytes()
 
     def _shares(self, tensor_id: str, owner: str | None) -> bool:

@@ -123,9 +123,8 @@ class Step:
         begins, last = dict[str, int](), dict[tuple[str, int | None], int]()
         casts = [birth]
         for use in t.readers:
+            casts += [p.cast_at(t, use)] if use.part else []
             for f in dict.fromkeys((self.result(use.unit), self.copy(use.unit))):
-                if use.part:
-                    casts.append(p.cast_at(t, use))
                 if self.has_copy(t, use, f):
                     begins[f] = min(begins.get(f, p.phases), p.cast_at(t, use))
                     last[f, None] = max(last.get((f, None), 0), p.phase(use.moment))

@@ -4,13 +4,14 @@ in another order (queries and keys of several heads)."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from autoprec.graphs import ATTENTION, Op, OpGraph
 from autoprec.planning.parts import Parts
 from autoprec.planning.roots import Roots
 
-__all__ = ["copied", "is_unfused", "keeps_logits", "with_kept_inputs"]
+__all__ = ["KeptInputs", "is_unfused", "keeps_logits", "with_kept_inputs"]
 
 #: What a mean divides by, in FP32; a class, as an integer.
 _TOTAL_BYTES, _CLASS_BYTES = 4, 8
@@ -45,7 +46,7 @@ def keeps_logits(op: Op, graph: OpGraph) -> bool:
     return more in besides or op.inputs[0] in op.saves
 
 
-def copied(op: Op, graph: OpGraph, roots: Roots) -> tuple[str, ...]:
+def _copied(op: Op, graph: OpGraph, roots: Roots) -> tuple[str, ...]:
     """What an op is given, and torch's keeps a contiguous copy of: of attention that runs op by op, and of a product of
     two activations."""
     if is_unfused(op):
@@ -57,19 +58,40 @@ def copied(op: Op, graph: OpGraph, roots: Roots) -> tuple[str, ...]:
     return found if sum(4 * specs[t].numel for t in found) <= op.private_saved_bytes else ()
 
 
-def with_kept_inputs(graph: OpGraph, roots: Roots, parts: Parts) -> OpGraph:
+@dataclass(frozen=True, kw_only=True)
+class KeptInputs:
+    """A graph whose ops keep what ours keep in a narrow format.
+
+    Attributes:
+        graph: as it is then.
+        copied_parts: by op, parts of tensors of which torch's own, all in FP32, keeps contiguous copies instead.
+        copied_bytes: by op, FP32 bytes of the copies of whole tensors that torch's own keeps: there beside these while
+            they are made.
+    """
+
+    graph: OpGraph
+    copied_parts: Mapping[str, frozenset[str]]
+    copied_bytes: Mapping[str, int]
+
+
+def with_kept_inputs(graph: OpGraph, roots: Roots, parts: Parts) -> KeptInputs:
     """The graph where these ops keep what they are given, which is what ours do in a narrow format (`numerics.lean`,
     `numerics.losses`). As written, attention keeps copies of queries, keys and values, and the sum of scores and a
     mask, all as large as these, and cross entropy a tensor as large as its logits: they count as these, and no longer
     among what the op keeps besides."""
     specs, kept = graph.tensor_by_id, {parts.copied_of[t] for op in graph.ops for t in op.saves}
-    ops = []
+    ops, copied_parts, copied_bytes = [], dict[str, frozenset[str]](), dict[str, int]()
     for op in graph.ops:
-        given = op.inputs[:1] if keeps_logits(op, graph) else copied(op, graph, roots)
+        given = op.inputs[:1] if keeps_logits(op, graph) else _copied(op, graph, roots)
         if given:
             copies = [t for t in given if parts.copied_of[t] not in kept and specs[t].is_float32]
             kept |= {parts.copied_of[t] for t in given}
-            private = max(0, op.private_saved_bytes - sum(4 * specs[t].numel for t in copies))
-            op = replace(op, saves=tuple(dict.fromkeys((*op.saves, *given))), private_saved_bytes=private)
+            moved = min(op.private_saved_bytes, sum(4 * specs[t].numel for t in copies))
+            of_parts = {t for t in copies if parts.copied_of[t] != roots.root_of[t] and not keeps_logits(op, graph)}
+            copied_parts[op.id] = frozenset(of_parts)
+            copied_bytes[op.id] = max(0, moved - sum(4 * specs[t].numel for t in of_parts))
+            saves = tuple(dict.fromkeys((*op.saves, *given)))
+            op = replace(op, saves=saves, private_saved_bytes=op.private_saved_bytes - moved)
         ops.append(op)
-    return replace(graph, ops=tuple(ops))
+    graph = replace(graph, ops=tuple(ops))
+    return KeptInputs(graph=graph, copied_parts=copied_parts, copied_bytes=copied_bytes)

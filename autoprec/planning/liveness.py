@@ -10,7 +10,7 @@ from autoprec.planning.codes import bytes_of, copy_of, result_of
 from autoprec.planning.uses import Use
 from autoprec.planning.values import PlanTensor, Problem
 
-__all__ = ["Demand", "Way", "demands", "saved"]
+__all__ = ["Demand", "Way", "demands", "kept_copies"]
 
 
 _Units = tuple[int | None, ...]
@@ -60,7 +60,7 @@ def demands(problem: Problem, phase: int) -> Iterator[Demand]:
             continue
         always, ways = _read(problem, t, phase)
         savers = [use for use in t.savers if _keeps(problem, t, use, phase)]
-        keeping, kept = saved(t, savers)
+        keeping, kept = kept_copies(t, savers)
         always, ways = (always, (*ways, *kept)) if t.part_of is None else ((), (*_alone(t, always, ways), *kept))
         units = [*always, *keeping, *(u for way in ways for u in way.groups[0])]
         if sizes := tuple((f, t.bytes_in(f)) for f in _formats(problem, units) if t.bytes_in(f)):
@@ -72,7 +72,7 @@ def demands(problem: Problem, phase: int) -> Iterator[Demand]:
         yield from _gradients(problem, i, t, phase)
 
 
-def saved(t: PlanTensor, savers: Iterable[Use]) -> tuple[_Units, tuple[Way, ...]]:
+def kept_copies(t: PlanTensor, savers: Iterable[Use]) -> tuple[_Units, tuple[Way, ...]]:
     """What holds copies for savers, of a tensor that is kept as it is: units that hold one by having its format, and
     ways to."""
     if t.part_of is None and not any(use.part for use in savers):

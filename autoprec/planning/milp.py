@@ -28,7 +28,7 @@ from autoprec.planning.codes import bytes_of, copy_of, other_operand_of, result_
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
 from autoprec.planning.holding import Holding
 from autoprec.planning.linear import Linear
-from autoprec.planning.liveness import Demand, demands, saved
+from autoprec.planning.liveness import Demand, demands, kept_copies
 from autoprec.planning.propagation import worst_variances
 from autoprec.planning.solutions import Choice
 from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit
@@ -157,7 +157,7 @@ class Program(Holding):
             self._casts_to(result_of(t.born), reading, t.numel, back=t.casts_back, runs=t.runs)
             self._narrow_operands(t)
             spared = self.stored.get(i if t.part_of is None else t.part_of)
-            keeping, ways = saved(t, [use for use in t.savers if use.kept_from is None])
+            keeping, ways = kept_copies(t, [use for use in t.savers if use.kept_from is None])
             units = (*keeping, *(u for way in ways for u in way.groups[0]))
             costs = {f: self._byte * t.bytes_in(f) for f in dict.fromkeys(f for u in units for f in self.formats(u))}
             self.held(Demand(tensor=i, unless_stored=keeping, ways=ways), spared, costs)
@@ -408,8 +408,8 @@ class Program(Holding):
 
 
 def _largest_variances(problem: Problem) -> list[float]:
-    """What relative variances are shares of in the program: the largest that any choice has, or a few times what the
-    rows that they reach allow. Without the latter a row may have a coefficient of 1e8, and a solver with tolerances of
+    """What relative variances are shares of in the program: the largest that any choice has, or twice what the rows
+    that they reach allow. Without the latter a row may have a coefficient of 1e8, and a solver with tolerances of
     1e-6 rules good choices out."""
     most = [math.inf] * problem.variances
     for row in problem.rows:

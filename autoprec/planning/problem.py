@@ -16,7 +16,6 @@ What the planner assumes, and the rewriter does:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -29,7 +28,7 @@ from autoprec.planning.activations import Activations
 from autoprec.planning.flow import Flow
 from autoprec.planning.frozen import frozen_nodes, frozen_units, reading_wide
 from autoprec.planning.gradients import gradient_nodes
-from autoprec.planning.kept_inputs import copied, with_kept_inputs
+from autoprec.planning.kept_inputs import with_kept_inputs
 from autoprec.planning.kinks import kink_nodes
 from autoprec.planning.noise import saturates_by_design
 from autoprec.planning.options import Options, decides, in_place_pairs, reads_narrow, unit_options
@@ -112,14 +111,9 @@ class _Builder:
     ) -> None:
         self.roots: Roots = resolve_roots(graph)
         self.parts = resolve_parts(graph, self.roots)
-        self.graph, as_written = with_kept_inputs(graph, self.roots, self.parts), graph
-        #: (op, tensor): what torch's own keeps a copy of.
-        self.copied = {(op.id, t) for op in graph.ops for t in copied(op, graph, self.roots)}
-        of_parts = Counter[str]()
-        for op_id, given in self.copied:
-            if self.parts.copied_of[given] != self.roots.root_of[given]:
-                of_parts[op_id] += 4 * graph.tensor_by_id[given].numel
-        self.workspaces, graph = Workspaces(self.graph, device, as_written, of_parts), self.graph
+        kept = with_kept_inputs(graph, self.roots, self.parts)
+        self.workspaces, self.copied_parts = Workspaces(kept, device, graph), kept.copied_parts
+        self.graph = graph = kept.graph
         self.profile = profile
         self.device = device
         self.policy = policy
@@ -331,8 +325,9 @@ class _Builder:
                 else:
                     saved_as = unit if reads_narrow(op, t, graph) else None
                 path = shared_path(self._path(root), op.checkpoints)
-                copy = (op.id, t) in self.copied and self.parts.copied_of[t] != root
-                copied = self.unit_of.get((op.id, Role.GRAD_INPUT), unit) if copy else None
+                copied = None
+                if t in self.copied_parts.get(op.id, ()):
+                    copied = self.unit_of.get((op.id, Role.GRAD_INPUT), unit)
                 note(savers, t, Use(moment=i, unit=saved_as, kept_from=self._made_again(path), copied=copied), view)
             if op.op_class is OpClass.RECURRENT and unit is not None:
                 for w in op.weights:  # casts of its weights, for the backward pass; made outside of checkpoints

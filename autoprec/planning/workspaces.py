@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from autoprec.devices import PIECE_NUMEL, Device
 from autoprec.formats import held_as, is_scaled, result_format
 from autoprec.graphs import Op, OpGraph, Role, TensorKind
 from autoprec.planning.codes import bytes_of
+from autoprec.planning.kept_inputs import KeptInputs
 
 __all__ = ["Workspaces", "mixed_workspace", "places_read"]
 
@@ -16,13 +16,11 @@ __all__ = ["Workspaces", "mixed_workspace", "places_read"]
 class Workspaces:
     """What ops of a graph take on a device."""
 
-    def __init__(self, graph: OpGraph, device: Device, as_written: OpGraph, of_parts: Mapping[str, int]) -> None:
-        """`as_written`: the graph before some of what ops keep privately was counted as what they are given
-        (`kept_inputs`). `of_parts`: by op, bytes of those that are copies of parts, which count as such at once."""
-        self._graph, self._device = graph, device
+    def __init__(self, kept: KeptInputs, device: Device, as_written: OpGraph) -> None:
+        """`as_written`: the graph before some of what ops keep privately was counted as what they are given."""
+        self._graph, self._device, self._beside = kept.graph, device, kept.copied_bytes
         private = {op.id: op.private_saved_bytes for op in as_written.ops}
-        self._copied = {op.id: private[op.id] - op.private_saved_bytes for op in graph.ops}
-        self._beside = {op: max(0, size - of_parts.get(op, 0)) for op, size in self._copied.items()}
+        self._copied = {op.id: private[op.id] - op.private_saved_bytes for op in kept.graph.ops}
 
     def of(self, op: Op, role: Role, format_name: str, weights: int) -> tuple[int, int]:
         """Bytes held while a role runs in a format, and in the backward pass of an op with one role: as measured, and
@@ -32,7 +30,7 @@ class Workspaces:
         operands upcast to FP32 (or rounded there, for TF32) and the product before it is rounded. Copies in FP32 that
         count as what they are copies of are there beside it while they are made.
         """
-        copied = self._beside[op.id] * op.calls if role is Role.OUTPUT and format_name == "fp32" else 0
+        copied = self._beside.get(op.id, 0) * op.calls if role is Role.OUTPUT and format_name == "fp32" else 0
         measured = self._device.workspace_by_key.get((op.timing_key, role, format_name))
         if measured is not None and format_name == "fp32":  # torch's own product takes more: `Gemm.plain_extra`
             mixed = mixed_workspace(op, role, self._graph, self._device)

@@ -183,13 +183,16 @@ class _Stretched:
         return None if unit is None else unit + k * self.units.each
 
     def _uses(self, uses: tuple[Use, ...], k: int) -> tuple[Use, ...]:
-        return tuple(Use(moment=self._at(u.moment, k), unit=self._moved(u.unit, k)) for u in uses)
+        moved = (replace(u, moment=self._at(u.moment, k), unit=self._moved(u.unit, k), copied=self._moved(u.copied, k))
+                 for u in uses)  # fmt: skip
+        return tuple(replace(u, shared_until=None, instead=None) for u in moved)
 
     def _tensor(self, t: PlanTensor, k: int, loud: float) -> PlanTensor:
         moment, unit = t.stored_by
         return PlanTensor(
             id=f"{t.id}@{k}", numel=t.numel, is_float32=t.is_float32, wide_bytes=t.wide_bytes,
             narrow_costs=t.narrow_costs, birth=self._at(t.birth, k), born=self._moved(t.born, k), inherits=t.inherits,
+            part_of=None if t.part_of is None else t.part_of + k * self.tensors.each,
             readers=self._uses(t.readers, k), savers=self._uses(t.savers, k), storages=t.storages,
             stored_by=(self._at(moment, k), self._moved(unit, k)),
             gemms=tuple(g + k * self.gemms.each for g in t.gemms), others=tuple(self._saver(s, k) for s in t.others),
