@@ -16,6 +16,7 @@ from autoprec.planning.uniform import uniform_choice
 from autoprec.serial import load_policy
 from tests.memory_study import PLANS, Attends, peak_of, peaks_under, predicted_and_measured
 from tests.test_keeping import Ops, gradient, plan_of, rounded
+from tests.views_study import Masked, ratios
 
 #: As in `test_memory_prediction`.
 SLACK = 0.05 if "bf16" in native_formats("cpu") else 0.08
@@ -30,27 +31,17 @@ def test_what_attention_with_dropout_keeps_is_known(fused: bool, plan: str) -> N
     assert abs(predicted / measured - 1.0) <= (0.005 if plan == "fp32" else SLACK), (predicted, measured)
 
 
-class Masked(nn.Module):
-    """Attention whose mask is trained; where that has all scores, what torch keeps is as large as what it is given."""
-
-    def __init__(self, whole: bool) -> None:
-        super().__init__()
-        self.made, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
-        self.bias = nn.Parameter(torch.zeros(16 if whole else 1, 4, 48, 48))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(3):
-            q, k, v = (p.unflatten(-1, (4, 16)).transpose(1, 2) for p in self.made(x).chunk(3, -1))
-            y = nn.functional.scaled_dot_product_attention(q * 1.5, k * 1.5, v * 1.5, self.bias * 2.0)
-            x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x.square().mean()
+def test_copies_that_attention_keeps_are_beside_what_they_are_made_of() -> None:
+    """What a mask for every sequence is added to; in FP32, and in BF16, which keeps what it is given."""
+    found = ratios("mask_of_the_batch", 0)
+    assert max(abs(ratio - 1.0) for ratio in found) <= 0.005, found
 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_unfused_attention_in_fp32_keeps_copies_whatever_storage_its_inputs_have(whole: bool) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model, batches = Masked(whole), [torch.randn(16, 48, 64) for _ in range(2)]
+    model, batches = Masked(16 if whole else 1), [torch.randn(16, 48, 64) for _ in range(2)]
     policy = load_policy("memory").replaced(calibration={"steps": 2}, formats=("fp32",), rules=(), noise={"loss": 1e6})
     autoprec.compile(model, policy=policy, batches=batches, loss_fn=lambda m, b: m(b), events=None)
     session = autoprec.session(model)

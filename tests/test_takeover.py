@@ -271,10 +271,11 @@ def test_a_copy_of_a_process_with_threads_compiles_for_as_many() -> None:
     torch.set_num_threads(2)
     try:
         torch.randn(1 << 20).exp()  # they are there
-        run = training()
-        promote(run)
-        counters.clear()
-        run.steps(STEPS)
+        with torch._inductor.config.patch(compile_threads=2):  # as outside of the suite
+            run = training()
+            promote(run)
+            counters.clear()
+            run.steps(STEPS)
     finally:
         torch.set_num_threads(threads)
     assert len(run.told("lowered")) == 1 and not run.told("warning")

@@ -1,4 +1,4 @@
-"""The first sample of every other one of torch's ops; `python -m tests.campaigns.ops --samples 0` runs all of all."""
+"""The first sample of every other one of torch's ops; `python -m tests.campaigns.ops --samples 0` runs all of them."""
 
 from __future__ import annotations
 

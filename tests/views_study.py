@@ -1,0 +1,167 @@
+"""How well are peaks of small models predicted that hold little but one thing? `python -m tests.views_study [NAME ...]
+[--count N]`
+
+Models whose tensors, or gradients, are views (slices, chunks, what was expanded or summed), and of attention that runs
+op by op: predicted over measured peak of a step all in FP32, all in BF16, and in random mixtures of both with random
+storages. Prints one line for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoprec
+from autoprec.planning.planner import ask, propose
+from autoprec.planning.uniform import uniform_choice
+from autoprec.serial import load_policy
+from tests.bench.measure import one_thread
+from tests.bench.mixtures import mixture
+from tests.memory_study import Attends, peaks_under
+
+__all__ = ["MODELS", "Masked", "ratios"]
+
+
+class Block(nn.Module):
+    """Twice the same: a wide layer, of which a function makes something, and a layer back, beside a skip connection."""
+
+    def __init__(self, of: Callable[[Tensor], Tensor], width: int) -> None:
+        super().__init__()
+        self.up, self.down, self.of = nn.Linear(64, 256), nn.Linear(width, 64), of
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + self.down(self.of(self.up(x)))
+        return x.square().mean()
+
+
+def gated(h: Tensor) -> Tensor:
+    a, b = h.chunk(2, -1)
+    return a * F.silu(b)
+
+
+def slices(h: Tensor) -> Tensor:
+    return h[..., :128] * torch.tanh(h[..., 128:])
+
+
+def unbound(h: Tensor) -> Tensor:
+    a, b = h.unflatten(-1, (2, 128)).unbind(-2)
+    return torch.exp(a * 0.1) * b
+
+
+def one_slice(h: Tensor) -> Tensor:
+    return torch.tanh(h[..., :64])
+
+
+def one_for_nobody(h: Tensor) -> Tensor:
+    a, _, c = h.split((64, 128, 64), -1)
+    return torch.tanh(a) * c
+
+
+def parts_of_parts(h: Tensor) -> Tensor:
+    q, k = h.chunk(2, -1)
+    first, second = q.chunk(2, -1)
+    return torch.cat([first * 1.5 - second.tanh(), second * k[..., :64]], -1)
+
+
+def expanded(h: Tensor) -> Tensor:
+    few = h[..., :32].tanh()
+    return (few.unsqueeze(-2).expand(-1, -1, 8, -1) * h.unflatten(-1, (8, 32))).flatten(2)
+
+
+def normalized(h: Tensor) -> Tensor:
+    """Its sum sends back a view."""
+    return h * (h.square().sum(-1, keepdim=True) + 1.0).rsqrt()
+
+
+def sliced_and_summed(h: Tensor) -> Tensor:
+    return h[..., :128].tanh() * h.sum(-1, keepdim=True)
+
+
+def heads(h: Tensor, count: int) -> list[Tensor]:
+    return [t.unflatten(-1, (4, 16)).transpose(1, 2) for t in h.chunk(count, -1)]
+
+
+def attention(h: Tensor) -> Tensor:
+    q, k, v = heads(h[..., :192], 3)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def gated_attention(h: Tensor) -> Tensor:
+    q, k, v, gate = heads(h, 4)
+    return (F.scaled_dot_product_attention(q, k, v) * gate.sigmoid()).transpose(1, 2).flatten(2)
+
+
+class Masked(nn.Module):
+    """Attention with a trained mask, which a CPU computes op by op; of the whole batch, or one for all. Where it has all
+    scores, what torch keeps is as large as what it is given."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.made, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+        self.bias = nn.Parameter(torch.zeros(rows, 4, 48, 48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            q, k, v = heads(self.made(x), 3)
+            y = F.scaled_dot_product_attention(q * 1.5, k * 1.5, v * 1.5, self.bias * 2.0)
+            x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x.square().mean()
+
+
+#: By name, how to make it, and how long its sequences are.
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    **{
+        of.__name__: (lambda of=of, width=width: Block(of, width), 96)  # type: ignore[misc]
+        for of, width in (
+            (gated, 128), (slices, 128), (unbound, 128), (one_slice, 64), (one_for_nobody, 64), (parts_of_parts, 128),
+            (expanded, 256), (normalized, 256), (attention, 64), (gated_attention, 64), (sliced_and_summed, 128),
+        )
+    },
+    "mask_of_the_batch": (lambda: Masked(16), 48),
+    "mask_for_all": (lambda: Masked(1), 48),
+    "dropout": (lambda: Attends(True), 48),
+    "dropout_of_three": (lambda: Attends(False), 48),
+}  # fmt: skip
+
+
+def ratios(name: str, count: int) -> list[float]:
+    """Predicted over measured peak of a model: FP32, BF16, and so many mixtures."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    make, length = MODELS[name]
+    model, batches = make(), [torch.randn(16, length, 64) for _ in range(2)]
+    policy = load_policy("balanced").replaced(
+        calibration={"steps": 2}, formats=("fp32", "bf16"), rules=(), noise={"loss": 1e6, "gradient": 1e6}
+    )
+    autoprec.compile(model, policy=policy, batches=batches, loss_fn=lambda m, b: m(b), events=None)
+    session = autoprec.session(model)
+    proposals = propose(ask(session.graph, session.profile, session.device, policy))
+    problem, chance = proposals.problem, random.Random(0)
+    choices = [uniform_choice(problem, f) for f in ("fp32", "bf16")] + [mixture(problem, chance) for _ in range(count)]
+    found = []
+    for choice in choices:
+        measured, predicted = peaks_under(model, proposals, choice, batches[0])
+        found.append(predicted / measured)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.views_study")
+    parser.add_argument("names", nargs="*", choices=[*MODELS, []], metavar="NAME", help=", ".join(MODELS))
+    parser.add_argument("--count", type=int, default=8)
+    given = parser.parse_args()
+    print(f"predicted / measured peak   fp32   bf16  of {given.count} mixtures: lowest  highest", flush=True)
+    with one_thread():
+        for name in given.names or MODELS:
+            wide, narrow, *mixed = ratios(name, given.count)
+            print(f"{name:25} {wide:6.3f} {narrow:6.3f} {min(mixed):23.3f} {max(mixed):8.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
