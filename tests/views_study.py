@@ -98,8 +98,8 @@ def gated_attention(h: Tensor) -> Tensor:
 
 
 class Masked(nn.Module):
-    """Attention with a trained mask, which a CPU computes op by op; of the whole batch, or one for all. Where it has all
-    scores, what torch keeps is as large as what it is given."""
+    """Attention with a trained mask, which a CPU computes op by op; of the whole batch, or one for all. Where it has
+    all scores, what torch keeps is as large as what it is given."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
