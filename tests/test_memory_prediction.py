@@ -414,7 +414,8 @@ def test_which_casts_cast_nothing(cast: Callable[[torch.Tensor], torch.Tensor], 
 
 
 def test_garbage_of_earlier_steps_does_not_lower_a_peak() -> None:
-    """Cycles with a tensor in them that Python collects while the step runs. The profiler tells of what it saw made."""
+    """Cycles with a tensor in them that Python would collect while the step runs. The profiler tells of what it saw
+    made."""
 
     class Ring:
         pass
@@ -424,9 +425,17 @@ def test_garbage_of_earlier_steps_does_not_lower_a_peak() -> None:
         ring.itself, ring.held = ring, torch.zeros(1 << 20)  # type: ignore[attr-defined]
 
     def step() -> Tensor:
-        gc.collect()
+        gc.set_threshold(1)  # the next object begins a collection
+        [[] for _ in range(10)]
+        gc.set_threshold(1 << 30)
         return torch.zeros(1 << 16)
 
-    for measured in (lambda: peak_bytes(step, torch.device("cpu")), lambda: held_bytes(step)):
-        peak_bytes(leave_behind, torch.device("cpu"))
-        assert measured() == 4 << 16
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1 << 30)
+    try:
+        for measured in (lambda: peak_bytes(step, torch.device("cpu")), lambda: held_bytes(step)):
+            peak_bytes(leave_behind, torch.device("cpu"))
+            assert measured() == 4 << 16
+            assert gc.isenabled()
+    finally:
+        gc.set_threshold(*thresholds)

@@ -6,7 +6,8 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -28,6 +29,19 @@ __all__ = [
     "step_seconds",
     "workspace_bytes",
 ]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python collects no garbage: what earlier steps left in cycles would be let go of during the one that is measured,
+    whose peak would look lower."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def saved_bytes(forward: Callable[[], Tensor], exclude: Iterable[Tensor]) -> int:
@@ -52,13 +66,12 @@ def saved_bytes(forward: Callable[[], Tensor], exclude: Iterable[Tensor]) -> int
     return sum(n for pointer, n in kept.items() if pointer not in skip)
 
 
+@_no_collection()
 def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
     """Largest number of bytes that `step` holds above what was allocated when it began, at the allocator.
 
-    On a CPU from the profiler's memory events, on CUDA from the caching allocator. What earlier steps left in cycles is
-    let go of before: not during the step, whose peak would look lower.
+    On a CPU from the profiler's memory events, on CUDA from the caching allocator.
     """
-    gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -74,7 +87,6 @@ def held_bytes(forward: Callable[[], object]) -> int:
 
     What activation checkpoints keep is among them, which no saved-tensor hook sees. CPU only.
     """
-    gc.collect()
     _, sizes = _allocations(forward)
     return sum(sizes)
 
@@ -104,6 +116,7 @@ def releasing_workspace_bytes(make: Callable[[], T], use: Callable[[T, bool], ob
     return max(0, _highest(size for _, size in events[begin:]) - max(0, left))
 
 
+@_no_collection()
 def _highest_and_left(run: Callable[[], object], device: torch.device) -> tuple[int, int]:
     """Bytes above what was allocated before: at the peak of `run`, and after it, while its result lives."""
     if device.type == "cuda":
@@ -136,6 +149,7 @@ def mark_gradient() -> None:
         _marking(_GRADIENT)
 
 
+@_no_collection()
 def at_the_turn(step: Callable[[], T], device: torch.device) -> tuple[T, int]:
     """What a step returns, and the most bytes that it holds between the outputs of the last graph and the first
     gradient that comes back, above what it held when these were there: what a loss outside of the graphs takes, that
@@ -205,6 +219,7 @@ def _allocations(run: Callable[[], object]) -> tuple[object, list[int]]:
     return result, [size for name, size in events if not name]
 
 
+@_no_collection()
 def _profiled(run: Callable[[], T]) -> tuple[T, list[tuple[str, int]]]:
     """What `run` returns, and ("", bytes) of its CPU allocations (negative: releases) and (name, 0) of the marks among
     them, in the order of time.
