@@ -14,7 +14,7 @@ from tests.bench.binding import uniform_e5m2, widely
 from tests.bench.earns import narrowed, study
 from tests.bench.measure import Calibrated, calibrate, one_thread
 from tests.bench.mixtures import ratios
-from tests.bench.workloads import WORKLOADS, ResNet
+from tests.bench.workloads import WORKLOADS
 
 
 @cache
@@ -81,17 +81,11 @@ def test_every_category_of_bytes_is_predicted(monkeypatch: pytest.MonkeyPatch) -
         assert {c.name for c in categories.of_workload(found) if c.miss} == {"optimizer state"}
 
 
-SMALLER = {
-    "transformer": partial(ByteTransformer, width=256, heads=4, depth=1, context=128),
-    "cnn": partial(ResNet, stages=2),
-}
-
-
-@pytest.mark.parametrize("workload", lowering.BARRED)
-def test_torchs_fp8_by_size_has_the_larger_error_at_the_higher_peak(workload: str) -> None:
-    """Both through inductor, with one of the transformer's four layers and two of the network's three stages; `python
-    -m tests.bench.lowering --rivals` has the rest, and seconds."""
-    used = replace(WORKLOADS[workload], build=SMALLER[workload])
+def test_torchs_fp8_by_size_has_the_larger_error_at_the_higher_peak() -> None:
+    """Both through inductor, with one of the transformer's four layers; `python -m tests.bench.lowering --rivals` has
+    the rest, convolutions, and seconds."""
+    one_layer = partial(ByteTransformer, width=256, heads=4, depth=1, context=128)
+    used = replace(WORKLOADS["transformer"], build=one_layer)
     with one_thread():
         found = calibrate(used)
         plan = found.planned("memory")

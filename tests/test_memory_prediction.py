@@ -27,7 +27,7 @@ from autoprec.planning.uniform import uniform_choice
 from autoprec.serial import load_policy
 from tests.bench.measure import calibrate, one_thread
 from tests.bench.mixtures import ratios
-from tests.bench.workloads import FUSED_ATTENTION
+from tests.bench.workloads import FUSED_ATTENTION, ResNet
 from tests.bench.workloads import WORKLOADS as BENCH
 from tests.memory_study import WORKLOADS, Peak, peak_of, peaks, peaks_under, predicted_and_measured
 
@@ -251,10 +251,13 @@ def test_the_peak_of_small_models_of_transformers_is_predicted(name: str) -> Non
 @pytest.mark.parametrize("name", ["mlp", "transformer", "cnn", "fused-attention"])
 def test_the_peak_of_any_mixture_is_predicted(name: str) -> None:
     """Formats and storages by chance: casts, and the order in which our products make their gradients, also those of
-    two activations. Of the transformer, two of four layers; `python -m tests.bench.mixtures` has all."""
+    two activations. Of the transformer one of four layers, of the network two of three stages; `python -m
+    tests.bench.mixtures` has all."""
     used = FUSED_ATTENTION if name == "fused-attention" else BENCH[name]
     if name == "transformer":
-        used = replace(used, build=partial(ByteTransformer, width=256, heads=4, depth=2, context=128))
+        used = replace(used, build=partial(ByteTransformer, width=256, heads=4, depth=1, context=128))
+    elif name == "cnn":
+        used = replace(used, build=partial(ResNet, stages=2))
     with one_thread():
         found = ratios(calibrate(used), 2)
     assert max(abs(r - 1.0) for r in found) <= 0.03, found

@@ -309,7 +309,7 @@ def test_a_transformer_is_solved_within_a_thousandth(ops: int, seed: int) -> Non
 
 
 def test_highs_and_prices_do_not_contradict_each_other() -> None:
-    problem = transformer_problem(80)
+    problem = transformer_problem(50)
     mine, exact = lagrangian.solve(problem), highs.solve(problem, relative_gap=1e-3)
     assert mine is not None and exact is not None
     assert mine.bound <= exact.evaluation.objective and exact.bound <= mine.evaluation.objective
@@ -319,7 +319,7 @@ def test_the_answer_does_not_depend_on_hash_seed_or_threads() -> None:
     code = (
         "from autoprec.planning import lagrangian\n"
         "from tests.planning.transformers import transformer_problem\n"
-        "s = lagrangian.solve(transformer_problem(80))\n"
+        "s = lagrangian.solve(transformer_problem(50))\n"
         "print(s.choice.options, sorted(s.choice.stored), s.bound.hex(), s.evaluation.objective.hex())\n"
     )
     answers = set()

@@ -20,7 +20,7 @@ from autoprec.planning.uses import Saver
 from autoprec.planning.values import Problem
 from tests.planning.planning_cases import Case, random_case
 
-CASES = 60
+CASES = 50
 
 
 def random_choice(problem: Problem, rng: np.random.Generator) -> Choice:
@@ -148,7 +148,7 @@ def test_the_objective_peak_is_the_fastest_at_the_lowest_peak(large, monkeypatch
     if large:
         monkeypatch.setattr(planner, "LARGE", -1)
     lowered = faster = 0
-    for seed in range(30 if large else 60):
+    for seed in range(20 if large else 40):
         case = random_case(seed)
         policy = case.policy.replaced(objective="peak", budget=None)
         question = planner.ask(case.graph, case.profile, case.device, policy, banned=case.banned)
