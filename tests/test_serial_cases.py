@@ -136,7 +136,7 @@ def leaves(tree: Any, at: tuple[str | int, ...] = ()) -> list[tuple[str | int, .
 #: Keys whose whole numbers are places or moments, and of which element of pairs.
 PLACES = {
     **dict.fromkeys(("moment", "unit", "birth", "born", "kept_from", "stored_by", "gemms", "masks"), (0, 1)),
-    **dict.fromkeys(("copied", "part_of"), (0, 1)),
+    **dict.fromkeys(("copied", "part_of", "tensors"), (0, 1)),
     **dict.fromkeys(("x", "output", "grad_input", "grad_weight", "variance", "units", "ties"), (0, 1)),
     **dict.fromkeys(("reached", "inputs", "outputs", "workspace"), (0,)),
     "private": (0, 1),
@@ -150,7 +150,8 @@ def test_no_place_is_beyond_what_is_there() -> None:
     masked = next(p for p in problems if any(t.masks for t in p.tensors))
     saved = next(p for p in problems if any(s.reached for t in p.tensors for s in t.others))
     parted = next(p for p in problems if any(u.copied is not None for t in p.tensors for u in t.savers))
-    for problem in (problems[0], masked, saved, parted):
+    replaced = next(p for p in problems if p.replacements)
+    for problem in (problems[0], masked, saved, parted, replaced):
         write_case("whole.json", Case(problem=problem))
         tree = json.loads(Path("whole.json").read_text())
         for at in [p for p in leaves(tree) if len(p) > 2]:
@@ -159,7 +160,7 @@ def test_no_place_is_beyond_what_is_there() -> None:
                 value = value[part]
             name = next(str(part) for part in reversed(at) if isinstance(part, str))
             last = at[-1] if isinstance(at[-2], int) and isinstance(at[-1], int) else 0
-            of_a_role = at[1] == "units" or "others" in at
+            of_a_role = at[1] in ("units", "replacements")
             sizes = of_a_role and name in ("workspace", "kept", "seconds", "backward_workspace")
             if type(value) is int and name in PLACES and last in PLACES[name] and not sizes:
                 kind = ".".join([str(at[1]), *(part for part in at[2:] if isinstance(part, str))])
@@ -177,6 +178,8 @@ def test_no_place_is_beyond_what_is_there() -> None:
         "nodes.inputs",
         "gemms.x",
         "ties.ties",
+        "replacements.moment",
+        "replacements.tensors",
     }
     assert wanted <= {f"{kind.split('.')[0]}.{kind.split('.')[-1]}" for kind in met}, met
 

@@ -10,7 +10,7 @@ from autoprec.errors import InputError
 from autoprec.graphs import Role
 from autoprec.planning.codes import result_of
 from autoprec.planning.phases import NEVER
-from autoprec.planning.uses import Remaking, Use
+from autoprec.planning.uses import Remaking, Replacement, Use
 from autoprec.planning.values import PlanTensor, Problem, Unit
 from autoprec.plans import RECOMPUTED
 
@@ -69,6 +69,8 @@ class _Check:
         for i, (moment, size) in enumerate(p.workspace):
             self.index(("problem", "workspace", i, 0), moment, 2 * self.ops, "moment")
             self.amount(("problem", "workspace", i, 1), size)
+        for i, ours in enumerate(p.replacements):
+            self.replacement(("problem", "replacements", i), ours)
         for i, unit in enumerate(p.units):
             self.unit(("problem", "units", i), unit)
         for i, tensor in enumerate(p.tensors):
@@ -80,6 +82,15 @@ class _Check:
                 self.index(("problem", "ties", i, k), unit_index, len(p.units), "unit")
             if p.units[pair[0]].options != p.units[pair[1]].options:
                 raise InputError("tied units must have the same options", at=("problem", "ties", i))
+
+    def replacement(self, at: At, ours: Replacement) -> None:
+        self.index((*at, "moment"), ours.moment, self.ops, "moment")
+        self.unit_index((*at, "unit"), ours.unit)
+        self.amounts(at, ours, "spared")
+        self.indices((*at, "tensors"), ours.tensors, len(self.problem.tensors), "tensor")
+        for k, t in enumerate(ours.tensors):
+            if not self.problem.tensors[t].storages:
+                raise InputError("this tensor is kept as it is", at=(*at, "tensors", k))
 
     def unit(self, at: At, unit: Unit) -> None:
         self.formats(at, "options", unit.options)
@@ -125,7 +136,7 @@ class _Check:
             here = (*at, "others", k)
             self.index((*here, "moment"), saver.moment, self.ops, "moment")
             self.unit_index((*here, "unit"), saver.unit)
-            self.amounts(here, saver, "numel", "spared")
+            self.amounts(here, saver, "numel")
             self.energies((*here, "noise"), saver.noise)
             self.shares((*here, "reached"), saver.reached)
 

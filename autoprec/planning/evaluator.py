@@ -11,11 +11,11 @@ from autoprec.graphs import Role
 from autoprec.planning.codes import bytes_of
 from autoprec.planning.pairs import Part, stages
 from autoprec.planning.solutions import Choice, Evaluation
-from autoprec.planning.uses import Use
+from autoprec.planning.uses import Replacement, Use
 from autoprec.planning.values import Gemm, GradientNode, PlanTensor, Problem
 from autoprec.plans import RECOMPUTED, Violation
 
-__all__ = ["SECONDARY", "TERTIARY", "Step", "evaluate", "holders", "judged", "objective_of"]
+__all__ = ["SECONDARY", "TERTIARY", "Step", "evaluate", "judged", "objective_of"]
 
 #: What breaks ties. SECONDARY: all saved bytes are worth 1e-4 of the step's time (under "bytes": the other way
 #: round). TERTIARY: the whole noise limit of one weight is worth 1e-6 of it.
@@ -62,6 +62,8 @@ class Step:
             self.tensor(i)
         for gemm in p.gemms:
             self.backward(gemm)
+        for ours in p.replacements:
+            self.replacement(ours)
         return self
 
     def constant(self) -> None:
@@ -202,10 +204,6 @@ class Step:
                 self.seconds += p.cast_seconds(storage, f, saver.numel)
                 size = 0 if saver.in_pieces else saver.numel * bytes_of(f)
                 self.hold(f"{t.id} read again", "read again", then, then, size)
-            if f == "fp32":
-                self.saved -= saver.spared
-                for kind, first, last, more in p.apart(saver):  # of the kind that it is more, or fewer, of
-                    self.hold_phases(f"{kind} of {p.op_at(saver.moment)}", kind, first, last, more)
         for moment in t.masks:
             self.hold(f"mask of {t.id}", "masks", moment, p.backward(moment), t.mask_bytes)
             self.saved += t.mask_bytes
@@ -232,6 +230,13 @@ class Step:
             self.hold_phases(
                 f"{t.id} made again", "made again", p.phase(first), p.cast_phase(last - 1), t.numel * bytes_of(made)
             )
+
+    def replacement(self, ours: Replacement) -> None:
+        """What an op in FP32 holds more, and spares, if it keeps something narrow."""
+        if self.copy(ours.unit) == "fp32" and any(t in self.stored for t in ours.tensors):
+            self.saved -= ours.spared
+            for kind, first, last, more in self.problem.held_more(ours):  # of the kind that it is more, or fewer, of
+                self.hold_phases(f"{kind} of {self.problem.op_at(ours.moment)}", kind, first, last, more)
 
     def storage_of(self, gemm: Gemm) -> str | None:
         """How the input of a GEMM is kept for its backward pass; None if that is as it was."""
@@ -438,12 +443,3 @@ def _violations(
             ops = f"{problem.units[a].op} and {problem.units[b].op}"
             found.append(Violation(kind="tie", what=ops, value=1.0, limit=0.0))
     return found
-
-
-def holders(problem: Problem, choice: Choice, phase: int, count: int = 3) -> list[tuple[str, int]]:
-    """What holds the most bytes in a phase, largest first (parameters and inputs not counted)."""
-    sizes: dict[str, int] = {}
-    for what, first, last, size in Step(problem, choice).whole().held:
-        if first <= phase <= last:
-            sizes[what] = sizes.get(what, 0) + size
-    return sorted(sizes.items(), key=lambda item: (-item[1], item[0]))[:count]

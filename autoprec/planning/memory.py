@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from autoprec.graphs import OpGraph
 from autoprec.planning.evaluator import Step
 from autoprec.planning.problem import Problem, fixed_bytes
-from autoprec.planning.solutions import Solution
+from autoprec.planning.solutions import Choice, Solution
 from autoprec.plans import Holding
 
-__all__ = ["OTHERS", "holdings"]
+__all__ = ["OTHERS", "holders", "holdings"]
 
 #: The layers that hold less than this share of the peak, of every plan that is compared, are one.
 _LEAST_FRAC = 1e-3
@@ -58,3 +58,12 @@ def _at_peak(problem: Problem, solution: Solution) -> Counter[tuple[str, str]]:
             named = _ID.search(what)
             held[named["layer"] if named else "", kind] += size
     return held
+
+
+def holders(problem: Problem, choice: Choice, phase: int, count: int = 3) -> list[tuple[str, int]]:
+    """What holds the most bytes in a phase, largest first (parameters and inputs not counted)."""
+    sizes: dict[str, int] = {}
+    for what, first, last, size in Step(problem, choice).whole().held:
+        if first <= phase <= last:
+            sizes[what] = sizes.get(what, 0) + size
+    return sorted(sizes.items(), key=lambda item: (-item[1], item[0]))[:count]

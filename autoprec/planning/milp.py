@@ -31,6 +31,7 @@ from autoprec.planning.linear import Linear
 from autoprec.planning.liveness import Demand, demands, kept_copies
 from autoprec.planning.propagation import worst_variances
 from autoprec.planning.solutions import Choice
+from autoprec.planning.uses import Replacement
 from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit
 from autoprec.plans import RECOMPUTED
 
@@ -77,6 +78,8 @@ class Program(Holding):
         self._tensors()
         for gemm in problem.gemms:
             self._gemm_casts(gemm)
+        for ours in problem.replacements:
+            self._replacement(ours)
         self._loss_row()
         self._variances()
         self._weight_rows()
@@ -195,14 +198,18 @@ class Program(Holding):
             read = self._read(binary, storage, copy_of(saver.unit), saver.numel)
             if not saver.in_pieces:
                 self.workspace.setdefault(p.phase(p.backward(saver.moment)), []).extend(cast.held for cast in read)
-            apart = [held for held in p.apart(saver) if held[-1]]
-            if not apart:
-                continue
-            wide = self.all_of([Linear().add(binary), self.is_in(copy_of(saver.unit), "fp32")])
-            self.charged(wide, -self._byte * saver.spared)
-            for _, first, last, more in apart:
-                for phase in range(first, last + 1):
-                    self.workspace.setdefault(phase, []).append((wide, more))
+
+    def _replacement(self, ours: Replacement) -> None:
+        """1 where the op is in FP32 and keeps one of the tensors narrow."""
+        narrow, wide, runs = Linear(), self.is_in(copy_of(ours.unit), "fp32"), self.variable(-self._byte * ours.spared)
+        for t in ours.tensors:
+            narrow.add(self.stored[t])
+            self.at_least(runs, Linear(-1.0).add(self.stored[t]).add(wide))
+        for most in (narrow, wide):
+            self.at_most(Linear().add(runs).add(most, -1.0), 0.0)
+        for _, first, last, more in self.problem.held_more(ours):
+            for phase in range(first, last + 1):
+                self.workspace.setdefault(phase, []).append((Linear().add(runs), more))
 
     def _keep_narrow(self, t: PlanTensor, storage: str, binary: int) -> None:
         """`Step.keep_narrow`."""

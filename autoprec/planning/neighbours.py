@@ -53,7 +53,12 @@ class Neighbours:
         change = np.zeros(p.phases + 1, np.int64)
         for phase, size in _differences(step):
             change[phase] += size
-        kinds = (("unit", len(p.units)), ("tensor", len(p.tensors)), ("gemm", len(p.gemms)))
+        kinds = (
+            ("unit", len(p.units)),
+            ("tensor", len(p.tensors)),
+            ("gemm", len(p.gemms)),
+            ("ours", len(p.replacements)),
+        )
         self._parts = {(kind, i): self._part(step, (kind, i)) for kind, n in kinds for i in range(n)}
         for part in self._parts.values():
             self._seconds += part.seconds
@@ -73,8 +78,10 @@ class Neighbours:
             step.unit(i)
         elif kind == "tensor":
             step.tensor(i)
-        else:
+        elif kind == "gemm":
             step.backward(self._problem.gemms[i])
+        else:
+            step.replacement(self._problem.replacements[i])
         return _Part(step.seconds, step.saved, tuple(_differences(step)))
 
     def evaluate(self, choice: Choice) -> Evaluation:
@@ -148,6 +155,10 @@ def _readers(problem: Problem) -> tuple[list[set[_Key]], list[set[_Key]]]:
     for n, node in enumerate(problem.nodes):
         for unit in node.units:
             reads(unit, ("node", n))
+    for k, ours in enumerate(problem.replacements):
+        reads(ours.unit, ("ours", k))
+        for number in ours.tensors:
+            by_tensor[number].add(("ours", k))
     return by_unit, by_tensor
 
 

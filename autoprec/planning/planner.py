@@ -11,8 +11,9 @@ from typing import Protocol
 from autoprec.devices import Device
 from autoprec.errors import InfeasibleError, PolicyError, SolverError
 from autoprec.graphs import OpGraph
-from autoprec.planning.evaluator import evaluate, holders
+from autoprec.planning.evaluator import evaluate
 from autoprec.planning.highs import smallest_peak
+from autoprec.planning.memory import holders
 from autoprec.planning.polish import polish
 from autoprec.planning.problem import build_problem, fixed_bytes
 from autoprec.planning.proposals import LOW_FRAC, Proposals, Question, rivals, totals_of

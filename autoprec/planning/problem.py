@@ -200,6 +200,7 @@ class _Builder:
             private=private,
             standing=tuple(standing(graph, self.roots, 2 * self.last + 1)),
             workspace=tuple(self._fixed_workspace()),
+            replacements=tuple(self.stores.replacements(tensors)),
             loss_limit=loss_limit,
             budget_bytes=budget_bytes,
             objective="bytes" if policy.objective == "bytes" else "time",

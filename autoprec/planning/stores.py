@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from autoprec.devices import Device
@@ -11,7 +12,8 @@ from autoprec.planning.kept_inputs import is_unfused, keeps_logits
 from autoprec.planning.noise import relative_error
 from autoprec.planning.remaking import Remakings
 from autoprec.planning.saved import PRODUCTS, logits_variance
-from autoprec.planning.uses import Remaking, Saver
+from autoprec.planning.uses import Remaking, Replacement, Saver
+from autoprec.planning.values import PlanTensor
 from autoprec.planning.workspaces import Workspaces
 from autoprec.plans import KEPT, RECOMPUTED
 
@@ -102,6 +104,25 @@ class Stores:
             remaking=remaking,
         )
 
+    def replacements(self, tensors: Iterable[PlanTensor]) -> Iterator[Replacement]:
+        """The ops that are ours where they keep one of the tensors narrow."""
+        keep: dict[int, dict[int, Saver]] = {}
+        for i, t in enumerate(tensors):
+            for saver in t.others:
+                keep.setdefault(saver.moment, {})[i] = saver
+        for moment, found in sorted(keep.items()):
+            op, (saver, *_) = self._graph.ops[moment], found.values()
+            spared, workspace = 0, (0, 0)
+            if is_unfused(op):
+                spared, again = self._workspaces.made_again(op)
+                workspace = 0, again
+            elif keeps_logits(op, self._graph):
+                workspace = self._workspaces.a_few_rows(op)
+            if spared or any(workspace):
+                yield Replacement(
+                    moment=moment, unit=saver.unit, tensors=tuple(found), workspace=workspace, spared=spared
+                )
+
     def _others(self, op: Op, root: str, moment: int, unit: int | None) -> list[Saver]:
         """What an op that is no GEMM keeps of a tensor; nothing if that must be kept as it is."""
         unfused, logits = is_unfused(op), keeps_logits(op, self._graph)
@@ -115,9 +136,6 @@ class Stores:
             noise = self._prices.saver_noise(op, t) if priced is None else priced(op, t)
             if not spec.is_float32 or not noise:
                 return []
-            # What does not depend on which of queries, keys and values is kept narrow counts with the queries.
-            first = unfused and t == op.inputs[0]
-            spared, again = self._workspaces.made_again(op) if first else (0, 0)
             found.append(
                 Saver(
                     moment=moment,
@@ -126,8 +144,6 @@ class Stores:
                     noise=tuple(noise.items()),
                     reached=self._reached(op, t, self._passing.get(moment, ())),
                     in_pieces=of_logits,
-                    workspace=self._workspaces.a_few_rows(op) if of_logits else (0, again),
-                    spared=spared,
                 )
             )
         return found

@@ -20,7 +20,7 @@ from autoprec.planning.part_tables import PartTables
 from autoprec.planning.propagation import Propagation
 from autoprec.planning.spans import Read, Sent, added, of_copies, of_gradients
 from autoprec.planning.tables import Copies, Entries, Group, Held, Noise, Pattern, Span, summed
-from autoprec.planning.uses import Use
+from autoprec.planning.uses import Replacement, Use
 from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit
 
 __all__ = ["Tabulated"]
@@ -55,6 +55,8 @@ class Tabulated(PartTables):
             self._unit(k, unit)
         for i, t in enumerate(problem.tensors):
             self._tensor(i, t, propagation)
+        for ours in problem.replacements:
+            self._replacement(ours)
         row_of: dict[int, list[int]] = {}
         for r, row in enumerate(problem.rows):
             for k in row.gemms:
@@ -66,7 +68,8 @@ class Tabulated(PartTables):
         self.groups: list[Group] = []
         makers: dict[str, Callable[..., Group]] = {
             "unit": self._units, "copies": self._copies, "store": self._stores, "other": self._others,
-            "gemm": self._gemms, "noise": self._noises, "node": self._nodes, "narrow": self._narrow,
+            "ours": self._replacements, "gemm": self._gemms, "noise": self._noises, "node": self._nodes,
+            "narrow": self._narrow,
         }  # fmt: skip
         for pattern, (scopes, figures) in self._found.items():
             entries = Entries(pattern)
@@ -124,8 +127,7 @@ class Tabulated(PartTables):
         for k, saver in enumerate(t.others):
             noise = self._vector((f, saver.noise_in(f)) for f in dict.fromkeys(f for f, _ in saver.noise))
             then, place = p.phase(p.backward(saver.moment)), propagation.saver(index, k)
-            apart = [figure for _, *held in p.apart(saver) for figure in held]
-            figures = [saver.numel, then, place, saver.spared, *apart, *noise]
+            figures = [saver.numel, then, place, *noise]
             self._record("other", [storage, of(saver.unit)], (saver.in_pieces,), figures)
 
     def _uses(self, t: PlanTensor, storage: int | None) -> None:
@@ -279,17 +281,25 @@ class Tabulated(PartTables):
         (storage, unit), in_pieces = pattern.reads
         kept, read = entries.format(storage), self._copy[entries.format(unit)]
         casts = (kept >= 0) & (kept != read)
-        numel, then, place, spared = figures[0], figures[1].astype(np.int64), figures[2].astype(np.int64), figures[3]
+        numel, then, place = figures[0], figures[1].astype(np.int64), figures[2].astype(np.int64)
         seconds = np.where(casts, self._cast(np.where(casts, kept, read), read, numel), 0.0)
         sizes = numel[:, None] * np.array(self._sizes, np.float64)[read] * casts
         held = [] if in_pieces else [Held(sizes, then, then)]
-        wide = (kept >= 0) & (read == 0)
-        for first, last, more in (figures[k : k + 3] for k in (4, 7, 10)):
-            held.append(Held(more[:, None] * wide, first.astype(np.int64), last.astype(np.int64)))
-        noise = summed(self._any([kept], entries.count), figures[13 : 13 + self._formats])
-        return self._group(
-            scopes, entries, seconds, -spared[:, None] * wide, held=tuple(held), rounding=Noise(place, noise)
-        )
+        noise = summed(self._any([kept], entries.count), figures[3 : 3 + self._formats])
+        return self._group(scopes, entries, seconds, held=tuple(held), rounding=Noise(place, noise))
+
+    def _replacement(self, ours: Replacement) -> None:
+        storages = [self.decisions.storage[t] for t in ours.tensors]
+        held = [figure for _, *more in self.problem.held_more(ours) for figure in more]
+        self._record("ours", [self.decisions.of(ours.unit), *storages], (), [ours.spared, *held])
+
+    def _replacements(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
+        ((unit, *storages),) = pattern.reads
+        narrow = np.any([entries.format(storage) >= 0 for storage in storages], axis=0)
+        ours = narrow & (self._copy[entries.format(unit)] == 0)
+        held = tuple(Held(more[:, None] * ours, first.astype(np.int64), last.astype(np.int64))
+                     for first, last, more in (figures[k : k + 3] for k in (1, 4, 7)))  # fmt: skip
+        return self._group(scopes, entries, np.zeros(ours.shape), -figures[0][:, None] * ours, held=held)
 
     # GEMMs and nodes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Remaking", "Saver", "Use"]
+__all__ = ["Remaking", "Replacement", "Saver", "Use"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,6 @@ class Saver:
         reached: (variance, share) as in `GradientNode.inputs`: where the rounding is added. A product of two tensors
             reads one of them for the gradient of the other.
         in_pieces: whether it reads a narrow copy a piece at a time, and not the whole of it again.
-        workspace: in FP32, bytes of workspace that it takes more in its forward and its backward pass where the tensor
-            is kept narrow, below 0 for fewer.
-        spared: in FP32, bytes that it holds from the one to the other only where the tensor is kept as it is.
     """
 
     moment: int
@@ -57,12 +54,30 @@ class Saver:
     noise: tuple[tuple[str, float], ...]
     reached: tuple[tuple[int, float], ...] = ()
     in_pieces: bool = False
-    workspace: tuple[int, int] = (0, 0)
-    spared: int = 0
 
     def noise_in(self, storage: str | None) -> float:
         """The relative variance under a storage; 0.0 for None, as it is."""
         return sum(relative for f, relative in self.noise if f == storage)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replacement:
+    """An op that in FP32 is torch's own, and ours where a tensor that it keeps is kept narrow: attention that runs op
+    by op, and cross entropy.
+
+    Attributes:
+        moment: of its forward pass.
+        unit: in whose format it runs, as in `Use`.
+        tensors: any of which is kept narrow.
+        workspace: bytes of workspace that ours takes more in its forward and its backward pass, below 0 for fewer.
+        spared: bytes that ours does not hold from the one to the other.
+    """
+
+    moment: int
+    unit: int | None
+    tensors: tuple[int, ...]
+    workspace: tuple[int, int] = (0, 0)
+    spared: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from autoprec.formats import result_format
 from autoprec.graphs import Role
 from autoprec.planning.codes import bytes_of, format_of, owner
 from autoprec.planning.phases import Phases
-from autoprec.planning.uses import Remaking, Saver, Use
+from autoprec.planning.uses import Remaking, Replacement, Saver, Use
 from autoprec.plans import is_parameter
 
 __all__ = [
@@ -272,6 +272,7 @@ class Problem(Phases):
             moment of the first.
         standing: gradients that stay.
         workspace: (moment, bytes) held only at that moment, whatever the choice.
+        replacements: ops that are ours where they keep something narrow.
         loss_limit: E(δL)² allowed, or None.
         budget_bytes: largest peak allowed, or None.
         objective: what is minimised first.
@@ -292,6 +293,7 @@ class Problem(Phases):
     private: tuple[tuple[int, int, int], ...]
     standing: tuple[Standing, ...] = ()
     workspace: tuple[tuple[int, int], ...]
+    replacements: tuple[Replacement, ...] = ()
     loss_limit: float | None
     budget_bytes: int | None
     objective: Literal["time", "bytes"]
@@ -392,12 +394,12 @@ class Problem(Phases):
         """Tensors whose storage is decided."""
         return tuple(i for i, t in enumerate(self.tensors) if t.storages)
 
-    def apart(self, saver: Saver) -> Iterator[tuple[str, int, int, int]]:
-        """(kind, first phase, last phase, bytes) of what a saver in FP32 holds more where the tensor is kept narrow."""
-        then = self.backward(saver.moment)
-        for moment, more in zip((saver.moment, then), saver.workspace, strict=True):
+    def held_more(self, ours: Replacement) -> Iterator[tuple[str, int, int, int]]:
+        """(kind, first phase, last phase, bytes) of what ours holds more than torch's own, below 0 for less."""
+        then = self.backward(ours.moment)
+        for moment, more in zip((ours.moment, then), ours.workspace, strict=True):
             yield "workspace", self.phase(moment), self.phase(moment), more
-        yield "statistics", self.phase(saver.moment) + 1, self.phase(then) - 1, -saver.spared
+        yield "statistics", self.phase(ours.moment) + 1, self.phase(then) - 1, -ours.spared
 
     @cached_property
     def savers_at(self) -> dict[int, tuple[tuple[int, Saver], ...]]:
