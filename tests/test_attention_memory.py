@@ -37,6 +37,12 @@ def test_copies_that_attention_keeps_are_beside_what_they_are_made_of() -> None:
     assert max(abs(ratio - 1.0) for ratio in found) <= 0.005, found
 
 
+def test_attention_is_made_again_whichever_of_its_inputs_is_kept_narrow() -> None:
+    """Queries, keys and values are three tensors, of which mixtures keep one or two."""
+    found = ratios("dropout_of_three", 2)
+    assert max(abs(ratio - 1.0) for ratio in found) <= 0.05, found
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_unfused_attention_in_fp32_keeps_copies_whatever_storage_its_inputs_have(whole: bool) -> None:
     torch._dynamo.reset()
