@@ -49,17 +49,19 @@ class _End:
     bound: float = -math.inf
 
 
-def _run(program: Program, cost: list[float], gap: float, offset: float = 0.0) -> _Answer | None:
+def _run(
+    program: Program, cost: list[float], gap: float, offset: float = 0.0, nodes: int = _NODES
+) -> _Answer | None:
     """One call of HiGHS; None if infeasible; `SolverError` for an end without a choice and a bound. `offset` is what
     the objective holds beside the variables: the gap is relative to both together.
 
-    A search that has found a choice stops after `_NODES` nodes: the last tenths of a percent can take hours. (Seconds
+    A search that has found a choice stops after `nodes` nodes: the last tenths of a percent can take hours. (Seconds
     would make the plan depend on the machine's load.)
     """
     if not cost:
         broken = any(floor > 0.0 for floor in program.floors)
         return None if broken else _Answer(x=np.zeros(0), bound=0.0)
-    end = _search(program, cost, gap, offset, _NODES)
+    end = _search(program, cost, gap, offset, nodes)
     if end.status == "Infeasible":
         return None
     if end.status == "Solution limit reached" and (end.x is None or gap == 0.0):
@@ -218,12 +220,13 @@ def smallest_peak(problem: Problem, *, relative_gap: float = 0.0) -> Solution | 
     peak = program.variable(0.0, upper=np.inf)
     liveness = _Liveness(program, unit, limit=None, peak=peak)
     best: Solution | None = None
+    nodes = _NODES
     for seed in _seeds(problem):
         liveness.add_peaks(seed, problem.fixed_bytes)
     for _ in range(_ROUNDS):
         cost = [0.0] * len(program.cost)
         cost[peak] = OBJECTIVE_SCALE
-        answer = _run(program, cost, relative_gap / 2)
+        answer = _run(program, cost, relative_gap / 2, nodes=nodes)
         if answer is None:
             return best
         bound = problem.fixed_bytes + answer.bound / OBJECTIVE_SCALE * unit
@@ -235,6 +238,9 @@ def smallest_peak(problem: Problem, *, relative_gap: float = 0.0) -> Solution | 
         if best is not None and best.evaluation.peak_bytes <= bound + max(2e-6, relative_gap) * unit + 0.5:
             return best
         if kept and liveness.add_peaks(found, bound + 0.5):
+            continue
+        if kept:  # the search ended before the proof
+            nodes *= 10
             continue
         program.forbid(choice)
     raise SolverError(f"no proven smallest peak in {_ROUNDS} rounds of HiGHS")
