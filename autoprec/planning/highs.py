@@ -49,9 +49,7 @@ class _End:
     bound: float = -math.inf
 
 
-def _run(
-    program: Program, cost: list[float], gap: float, offset: float = 0.0, nodes: int = _NODES
-) -> _Answer | None:
+def _run(program: Program, cost: list[float], gap: float, offset: float = 0.0, nodes: int = _NODES) -> _Answer | None:
     """One call of HiGHS; None if infeasible; `SolverError` for an end without a choice and a bound. `offset` is what
     the objective holds beside the variables: the gap is relative to both together.
 
