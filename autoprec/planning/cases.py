@@ -88,9 +88,9 @@ class _Check:
         self.unit_index((*at, "unit"), ours.unit)
         self.amounts(at, ours, "spared")
         self.indices((*at, "tensors"), ours.tensors, len(self.problem.tensors), "tensor")
-        for k, t in enumerate(ours.tensors):
-            if not self.problem.tensors[t].storages:
-                raise InputError("this tensor is kept as it is", at=(*at, "tensors", k))
+        for k, tensor in enumerate(self.problem.tensors[t] for t in ours.tensors):
+            if not tensor.storages or ours.moment not in [saver.moment for saver in tensor.others]:
+                raise InputError("the op does not keep this tensor narrow", at=(*at, "tensors", k))
 
     def unit(self, at: At, unit: Unit) -> None:
         self.formats(at, "options", unit.options)

@@ -31,12 +31,15 @@ _LOOSE_GAP = 5e-3
 _ABSOLUTE_GAP = 1e-6
 #: Nodes of a search that need not end with the optimum.
 _NODES = 100
+#: And of one whose choice is right, and not proven.
+_MOST_NODES = 10_000
 
 
 @dataclass(frozen=True)
 class _Answer:
     x: npt.NDArray[np.float64]
     bound: float
+    proven: bool = True
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def _run(program: Program, cost: list[float], gap: float, offset: float = 0.0, n
         end = _search(program, cost, gap, offset, None)
     if end.status not in ("Optimal", "Solution limit reached") or end.x is None:
         raise SolverError(f"HiGHS ended without a proven answer ({end.status})")
-    return _Answer(x=end.x, bound=min(end.bound, end.objective))
+    return _Answer(x=end.x, bound=min(end.bound, end.objective), proven=end.status == "Optimal")
 
 
 def _search(program: Program, cost: list[float], gap: float, offset: float, nodes: int | None) -> _End:
@@ -237,7 +240,7 @@ def smallest_peak(problem: Problem, *, relative_gap: float = 0.0) -> Solution | 
             return best
         if kept and liveness.add_peaks(found, bound + 0.5):
             continue
-        if kept:  # the search ended before the proof
+        if kept and not answer.proven and nodes < _MOST_NODES:
             nodes *= 10
             continue
         program.forbid(choice)

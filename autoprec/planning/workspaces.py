@@ -49,9 +49,9 @@ class Workspaces:
         return size, 0
 
     def made_again(self, op: Op) -> tuple[int, int]:
-        """`Saver.spared`, and `Saver.workspace` of the backward pass, of attention that runs op by op: ours makes all
-        again there that torch's keeps, copies of what it is given among it, and its result; and takes on the way what
-        it takes forward, before there are gradients of what it is given."""
+        """`Replacement.spared`, and `Replacement.workspace` of the backward pass, of attention that runs op by op: ours
+        makes all again there that torch's keeps, copies of what it is given among it, and its result; and takes on the
+        way what it takes forward, before there are gradients of what it is given."""
         specs = self._graph.tensor_by_id
         now, (then, _) = self.of(op, Role.OUTPUT, "fp32", 0)[0], self.of(op, Role.GRAD_INPUT, "fp32", 0)
         gradients = sum(4 * specs[t].numel for t in dict.fromkeys(op.inputs) if specs[t].requires_grad)
@@ -59,8 +59,8 @@ class Workspaces:
         return op.private_saved_bytes * op.calls, max(now - gradients, then + made) - then
 
     def a_few_rows(self, op: Op) -> tuple[int, int]:
-        """`Saver.workspace` of a cross entropy. Ours, which goes a few rows at a time, holds the logarithms of their
-        probabilities, and in its backward pass three tensors of so many."""
+        """`Replacement.workspace` of a cross entropy. Ours, which goes a few rows at a time, holds the logarithms of
+        their probabilities, and in its backward pass three tensors of so many."""
         logits = self._graph.tensor_by_id[op.inputs[0]]
         row = logits.numel // max(1, logits.shape[0])
         piece = 4 * min(logits.numel, max(row, PIECE_NUMEL[self._device.type] // max(1, row) * row))

@@ -13,6 +13,7 @@ import pytest
 
 from autoprec.errors import SolverError
 from autoprec.planning import brute_force, highs, lagrangian, relaxation, solvers, tabulate
+from autoprec.planning.cases import Case
 from autoprec.planning.decisions import Decisions
 from autoprec.planning.elimination import Elimination, Tables
 from autoprec.planning.evaluator import evaluate
@@ -306,6 +307,12 @@ def test_a_transformer_is_solved_within_a_thousandth(ops: int, seed: int) -> Non
     free = lagrangian.solve(replace(problem, budget_bytes=None))
     assert free is not None and free.evaluation.peak_bytes > (problem.budget_bytes or 0)
     assert free.evaluation.objective < found.bound  # the budget binds
+
+
+def test_the_loss_of_a_long_transformer_keeps_its_own_logits() -> None:
+    problem = transformer_problem(300)
+    Case(problem=problem)  # is checked
+    assert [ours.moment for ours in problem.replacements] == [len(problem.ops) - 1]
 
 
 def test_highs_and_prices_do_not_contradict_each_other() -> None:

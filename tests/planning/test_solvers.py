@@ -353,3 +353,20 @@ def test_no_row_of_noise_or_formats_has_a_coefficient_that_a_tolerance_hides() -
     for seed in range(40):
         sizes = np.abs(Program(random_case(seed).problem()).matrix().data)
         assert max(sizes, default=0.0) <= 10.0, seed
+
+
+def test_no_choice_is_ruled_out_because_a_search_ended_before_its_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on with more nodes, to the same peak."""
+    problem, search, nodes = random_case(0).problem(), highs._search, list[int | None]()
+    exact = highs.smallest_peak(problem)
+
+    def ends_early(*given):
+        nodes.append(given[-1])
+        end = search(*given)
+        return dataclasses.replace(end, status="Solution limit reached", bound=0.0) if given[-1] == 1 else end
+
+    monkeypatch.setattr(highs, "_NODES", 1)
+    monkeypatch.setattr(highs, "_search", ends_early)
+    monkeypatch.setattr(Program, "forbid", lambda *_: pytest.fail("a choice is ruled out"))
+    again = highs.smallest_peak(problem, relative_gap=1e-6)
+    assert again.evaluation.peak_bytes == exact.evaluation.peak_bytes and nodes[-1] == 10

@@ -14,7 +14,7 @@ import numpy as np
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.problem import build_problem
 from autoprec.planning.solutions import Choice
-from autoprec.planning.uses import Saver, Use
+from autoprec.planning.uses import Replacement, Saver, Use
 from autoprec.planning.values import Gemm, GradientNode, PlanTensor, Problem, Unit, WeightRow
 from autoprec.policies import Policy
 from tests.planning.planning_cases import modelled_device, transformer
@@ -163,11 +163,18 @@ class _Stretched:
             ties=tuple(
                 (a + k * self.units.each, b + k * self.units.each) for (a, b), k in self._copies(self.ties, t.ties)
             ),
+            replacements=tuple(map(self._replacement, t.replacements)),
             variances=2 * len(tensors),
             fixed_bytes=t.fixed_bytes // 3 * self.blocks,
             seconds_scale=t.constant_seconds + sum(u.seconds[0] for u in made),
             bytes_scale=t.bytes_scale / 3 * self.blocks,
         )
+
+    def _replacement(self, ours: Replacement) -> Replacement:
+        """Of the loss, behind all blocks."""
+        assert self.ops.block(ours.moment) == 3 and ours.unit is None
+        moved = tuple(i + self.extra * self.tensors.each for i in ours.tensors)
+        return replace(ours, moment=self._at(ours.moment, self.extra), tensors=moved)
 
     def _unit(self, unit: Unit, k: int, slow: dict[str, float], spread: list[float]) -> Unit:
         op = f"{unit.op}@{k}"
