@@ -41,8 +41,9 @@ class LossWatch:
 
     def is_off(self) -> bool:
         """Whether the step is vetoed; waits for the device where that may be."""
-        loss, limit = self._of_step(), self._known.limit(self._limits.spike_sigmas)
-        if self._limits.loss_spike != "skip" or loss is None or not float(loss) > limit:
+        if self._limits.loss_spike != "skip" or (loss := self._of_step()) is None:
+            return False
+        if not float(loss) > (limit := self._known.limit(self._limits.spike_sigmas)):
             return False
         self.off = (
             f"the loss is {float(loss):.4g}, above {limit:.4g}, {self._limits.spike_sigmas:g} spreads above the median"

@@ -412,3 +412,21 @@ def test_gradients_are_judged_in_their_own_range(
     (p * torch.full_like(p, size)).backward(torch.ones_like(p))
     assert watch.verdict() == (told != "bad")
     assert (watch.bad, watch.large) == ({"p"} if told == "bad" else set(), {"p"} if told == "large" else set())
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize(("sizes", "bad", "large"), [
+    ([1.5e19, 1.5e19], set(), set()),  # FP32 holds the sum of squares of each, and not of both
+    ([1.5e19, 2e19], set(), {"1"}),
+    ([torch.nan, 1.0], {"0"}, set()),
+    ([1.0, torch.inf, 2e19], {"1"}, {"2"}),
+])  # fmt: skip
+def test_small_gradients_are_looked_at_together_and_told_apart(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[float], bad: set[str], large: set[str], elsewhere: bool
+) -> None:
+    if elsewhere:
+        monkeypatch.setattr(Tensor, "is_cpu", property(lambda self: False))
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in sizes]
+    watch = GradientWatch({str(i): p for i, p in enumerate(parameters)})
+    torch.autograd.backward(parameters, [torch.full_like(p, s) for p, s in zip(parameters, sizes, strict=True)])
+    assert watch.verdict() == (not bad) and (watch.bad, watch.large) == (bad, large)

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autoprec.execution.guard import OptimizerSnapshot, PutAside, calls_closure_once, is_torchs_own
 
-__all__ = ["StepListener", "is_scaled_step", "listen", "scaler_of", "unlisten"]
+__all__ = ["StepListener", "listen", "scaler_of", "unlisten"]
 
 
 class StepListener(Protocol):
@@ -49,6 +49,7 @@ class StepListener(Protocol):
 class _Step:
     """An optimizer's step in progress."""
 
+    owners: Sequence[weakref.ref[StepListener]]
     snapshot: OptimizerSnapshot | None = None
     aside: list[PutAside] = field(default_factory=list)
 
@@ -80,11 +81,6 @@ def _unlisten(known: weakref.ref[StepListener]) -> None:
         _listeners.remove(known)
     if not _listeners:
         _remove()
-
-
-def is_scaled_step(optimizer: Optimizer) -> bool:
-    """Whether a GradScaler takes the step of an optimizer that is in progress."""
-    return id(optimizer) in _scaled
 
 
 def scaler_of(optimizer: Optimizer) -> Any:
@@ -142,8 +138,9 @@ def _owners(optimizer: Optimizer) -> list[StepListener]:
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     owners = _owners(optimizer)
     if not owners:
+        _steps.pop(id(optimizer), None)  # of a step that raised
         return None
-    step = _steps[id(optimizer)] = _Step()
+    step = _steps[id(optimizer)] = _Step([weakref.ref(owner) for owner in owners])
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         _judge(optimizer, owners, step)
@@ -184,10 +181,13 @@ def _judge(optimizer: Optimizer, owners: Sequence[StepListener], step: _Step) ->
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     step = _steps.pop(id(optimizer), None)
     _stepped.add(id(optimizer))
-    if step is not None and step.aside:
+    if step is None:
+        return
+    if step.aside:
         if step.snapshot is not None:
             step.snapshot.restore(optimizer)
         for aside in reversed(step.aside):
             aside.restore()
-    for owner in _owners(optimizer):
-        owner.end()
+    for known in step.owners:
+        if (owner := known()) is not None:
+            owner.end()

@@ -116,13 +116,22 @@ class GradientWatch:
         names = self._arrived[::-1]
         self._arrived.clear()
         self._fresh.update(names)
-        pending = [(fqn, g) for fqn in names if (g := self._parameters[fqn].grad) is not None]
+        alone, together = list[tuple[str, Tensor]](), list[tuple[str, Tensor]]()
         elsewhere: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
-        for fqn, g in pending:
+        for fqn in names:
+            if (g := self._parameters[fqn].grad) is None:
+                continue
             values = _values(g)
             if values.numel() and not values.is_cpu:
                 elsewhere.setdefault(_summed_in(values), []).append((fqn, values))
-            elif not math.isfinite(norm_of(values)):
+            elif values.dim() == 1 and values.numel() <= _FEW and values.dtype is torch.float32:
+                together.append((fqn, values))
+            else:
+                alone.append((fqn, values))
+        if together and not _has_square(torch.cat([values for _, values in together])):
+            alone += together
+        for fqn, values in alone:
+            if not _has_square(values):
                 (self.large if bool(values.isfinite().all()) else self.bad).add(fqn)
         for dtype, named in elsewhere.items():
             names, grads = zip(*named, strict=True)
@@ -137,8 +146,8 @@ class GradientWatch:
             norms = [n.to(device) for _, found in self._norms for n in found]
             widest = torch.float64 if any(n.dtype is torch.float64 for n in norms) else torch.float32
             read = torch.stack([n.to(widest) for n in norms]).tolist()
-            for (name, _), largest, norm in zip(self._norms, read[::2], read[1::2], strict=True):
-                if not math.isfinite(norm):
+            for (name, (_, made)), largest, norm in zip(self._norms, read[::2], read[1::2], strict=True):
+                if not norm * norm <= _LARGEST[made.dtype]:
                     (self.large if math.isfinite(largest) else self.bad).add(name)
             self._norms = []
         return not self.bad
@@ -184,10 +193,23 @@ class GradientWatch:
 #: Outside of any backward pass.
 _NO_TASK = -1
 
+#: Elements of gradients of one dimension (of biases, of norms) up to which they are copied to be looked at together.
+_FEW = 4096
+
 
 def norm_of(values: Tensor) -> float:
-    """Not finite where one of the numbers is not, or the sum of their squares."""
+    """Not finite where one of the numbers is not, or the sum of their squares; of a single number its magnitude."""
     return torch.linalg.vector_norm(values, dtype=_summed_in(values)).item()
+
+
+#: By the dtype of a norm, what its square may be.
+_LARGEST = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.float64)}
+
+
+def _has_square(values: Tensor) -> bool:
+    """Whether all are finite, and the sum of their squares."""
+    norm = norm_of(values)
+    return norm * norm <= _LARGEST[_summed_in(values)]
 
 
 def _hooks(p: Tensor) -> Mapping[int, Any]:

@@ -103,14 +103,15 @@ class StepGuard:
     def gradients_are_good(self, optimizer: Optimizer) -> bool:
         """The verdict, formed once a step; coverage is checked first (called before each update)."""
         self.optimizers.add(optimizer)
-        if (scaler := boundaries.scaler_of(optimizer)) is not None:
+        scaler = boundaries.scaler_of(optimizer)
+        if scaler is not None:
             self._scaler = weakref.ref(scaler)
         if not self.in_step and self.bad and self.watch.bad_gradients_are_gone():
             self.bad = False  # that step is over for every optimizer
-        self._keeper.before_first_update(self.missed(), scaled=boundaries.is_scaled_step(optimizer))
-        if self.watch.verdict() and squares_gradients(optimizer):
+        self._keeper.before_first_update(self.missed(), scaled=scaler is not None)
+        if self.watch.verdict() and self.watch.large and squares_gradients(optimizer):
             self.watch.bad |= self.watch.large
-        return not self.bad and self.watch.verdict() and not self._bad_buffers() and not self._keeper.loss_is_off()
+        return not (self.bad or self.watch.bad or self._bad_buffers() or self._keeper.loss_is_off())
 
     def _bad_buffers(self) -> bool:
         found = self.buffers.turned_nonfinite()
