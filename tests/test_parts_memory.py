@@ -17,6 +17,7 @@ NAMES = (
     "normalized",
     "attention",
     "gated_attention",
+    "sliced_and_summed",
 )
 
 

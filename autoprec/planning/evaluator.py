@@ -181,7 +181,7 @@ class Step:
             if begin <= end:
                 self.hold_phases(what, _GRADIENTS, begin, end, t.numel * bytes_of(f))
         for k, (use, f) in enumerate(zip(readers[:-1], formats, strict=False)):
-            then, others = p.phase(p.backward(use.moment)), formats[k + 1 :]
+            then, others = p.added_at(use), formats[k + 1 :]
             if f in others or (f == born and any(g != f and cast[g] <= then for g in others)):
                 self.hold_phases(f"sum of the {what}", _GRADIENTS, then, then, t.numel * bytes_of(f))
 

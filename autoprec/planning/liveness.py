@@ -179,7 +179,7 @@ def _gradients(problem: Problem, index: int, t: PlanTensor, phase: int) -> Itera
         if always or ways:
             yield copies(_once(always), *dict.fromkeys(ways))
     for k, (use, unit) in enumerate(readers[:-1]):
-        if then(use.moment) == phase:
+        if problem.added_at(use) == phase:
             ways = [Way(((unit,), _once(u for _, u in readers[k + 1 :])))]
             if cast:
                 ways.append(Way(((unit,), (born,)), cast, still))

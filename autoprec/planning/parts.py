@@ -127,4 +127,5 @@ class _Senders:
         if uses and uses[-1].shared_until is None and graph.ops[uses[-1].moment].kind == "sum":
             until = uses[-2].moment if len(uses) > 1 else NEVER  # it sends a view, until another is added to that
             uses[-1] = replace(uses[-1], shared_until=until)
+            uses[-2:-1] = [replace(use, to_a_view=True) for use in uses[-2:-1]]
         return tuple(uses)

@@ -190,7 +190,7 @@ class Tabulated(PartTables):
             *(p.cast_at(t, u) if u.kept_from is None else p.phase(u.kept_from) for u in savers),
             *(then(u.moment) for u in savers),
             *map(p.sent_at, senders), *(p.gradient_cast_at(t, u) for u in senders), *map(p.own_at, senders),
-            *(then(senders[k].moment) for k in sums),
+            *(p.added_at(senders[k]) for k in sums),
         ]  # fmt: skip
         self._record("copies", places, reads, figures)
 

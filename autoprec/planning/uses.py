@@ -18,7 +18,8 @@ class Use:
     is another tensor's before (`sums`), unless it is cast. None: from the beginning; `NEVER`: it is held whatever the
     choice, as the gradients that enter at the outputs are (`Problem.standing`). `instead`: (unit, moment) of the
     other term of the sum: where that was born in another format than the sum's, it has a cast of its own, and this is
-    the tensor's own from that moment on.
+    the tensor's own from that moment on. `to_a_view`: what the reader sends is added to a view (what a sum sends back),
+    which takes a tensor more, made when what arrived at the reader is gone.
 
     `part`: it is a use of a part of the tensor (`parts`), which has its copies in other formats; this is of the tensor
     only where it has the format of birth, and until it has been cast. `copied`, of a saver of a part: where that
@@ -30,6 +31,7 @@ class Use:
     kept_from: int | None = None
     shared_until: int | None = None
     instead: tuple[int | None, int] | None = None
+    to_a_view: bool = False
     part: bool = False
     copied: int | None = None
 

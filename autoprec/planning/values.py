@@ -335,6 +335,11 @@ class Problem(Phases):
         """The same where the other term of its sum has a cast of its own."""
         return self.sent_at(use) if use.instead is None else self.phase(self.backward(use.instead[1]))
 
+    def added_at(self, use: Use) -> int:
+        """The phase in which what a reader sends is held beside what it is added to, or their sum."""
+        then = self.backward(use.moment)
+        return self.cast_phase(then) if use.to_a_view else self.phase(then)
+
     def made_again(self, t: PlanTensor) -> tuple[int, int]:
         """The backward moments between which a tensor that is made again is held: of the last and of the first product
         that would keep it."""

@@ -43,7 +43,7 @@ class Case:
 
 
 def random_graph(rng: np.random.Generator) -> tuple[Maker, OpGraph]:
-    """Three to eight ops: linears, residual edges, views, copies, norms, in-place ops, tensors with many readers."""
+    """Three to eight ops: linears, residual edges, views, copies, norms, in-place ops, tensors with many readers, sums."""
     make = Maker(rng, frozen=0.1)
     width, rows = int(rng.integers(2, 6)), int(rng.integers(2, 6))
     shape = (rows, width)
@@ -88,6 +88,11 @@ def random_graph(rng: np.random.Generator) -> tuple[Maker, OpGraph]:
         live.append(out)
         if k == split_after:
             live.append(through_parts(make, live[int(parting.integers(len(live)))], shape, parting))
+    sums = np.random.default_rng([rng.bit_generator.seed_seq.entropy, 37])  # type: ignore[attr-defined]
+    if sums.random() < 0.25:  # what it sends back is a view
+        x = live[int(sums.integers(len(live)))]
+        total = make.op("sum", OpClass.WIDE, (x,), (rows, 1))
+        live.append(make.op("mul", OpClass.POINTWISE, (live[-1], total), shape, saves=(live[-1], total)))
     ends = np.random.default_rng([rng.bit_generator.seed_seq.entropy, 35])  # type: ignore[attr-defined]
     if ends.random() < 0.3:
         queries, keys, values = (live[int(ends.integers(len(live)))] for _ in range(3))

@@ -192,7 +192,7 @@ class _Stretched:
     def _uses(self, uses: tuple[Use, ...], k: int) -> tuple[Use, ...]:
         moved = (replace(u, moment=self._at(u.moment, k), unit=self._moved(u.unit, k), copied=self._moved(u.copied, k))
                  for u in uses)  # fmt: skip
-        return tuple(replace(u, shared_until=None, instead=None) for u in moved)
+        return tuple(replace(u, shared_until=None, instead=None, to_a_view=False) for u in moved)
 
     def _tensor(self, t: PlanTensor, k: int, loud: float) -> PlanTensor:
         moment, unit = t.stored_by
