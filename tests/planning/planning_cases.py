@@ -43,7 +43,7 @@ class Case:
 
 
 def random_graph(rng: np.random.Generator) -> tuple[Maker, OpGraph]:
-    """Three to eight ops: linears, residual edges, views, copies, norms, in-place ops, tensors with many readers, sums."""
+    """Three to eight ops, and a sum: linears, residual edges, views, copies, norms, in-place ops, many readers."""
     make = Maker(rng, frozen=0.1)
     width, rows = int(rng.integers(2, 6)), int(rng.integers(2, 6))
     shape = (rows, width)
