@@ -7,16 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoprec
 from autoprec.numerics.dtypes import native_formats
+from autoprec.numerics.keeping import keeping, open_cell
+from autoprec.numerics.lean import attention
 from autoprec.planning.planner import ask, propose
 from autoprec.planning.uniform import uniform_choice
 from autoprec.serial import load_policy
 from tests.memory_study import PLANS, Attends, peak_of, peaks_under, predicted_and_measured
 from tests.test_keeping import Ops, gradient, plan_of, rounded
-from tests.views_study import Masked, ratios
+from tests.views_study import Masked, QueriesOfOne, ratios
 
 #: As in `test_memory_prediction`.
 SLACK = 0.05 if "bf16" in native_formats("cpu") else 0.08
@@ -43,11 +46,17 @@ def test_attention_is_made_again_whichever_of_its_inputs_is_kept_narrow() -> Non
     assert max(abs(ratio - 1.0) for ratio in found) <= 0.05, found
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_unfused_attention_in_fp32_keeps_copies_whatever_storage_its_inputs_have(whole: bool) -> None:
+@pytest.mark.parametrize(
+    ("make", "kept"),
+    [(lambda: Masked(16), ""), (lambda: Masked(1), ""), (QueriesOfOne, ""), (QueriesOfOne, ":mul#")],
+)
+def test_unfused_attention_in_fp32_keeps_copies_whatever_storage_its_inputs_have(
+    make: Callable[[], nn.Module], kept: str
+) -> None:
+    """Of queries that are a part of a tensor, too: the rest of the tensor goes."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model, batches = Masked(16 if whole else 1), [torch.randn(16, 48, 64) for _ in range(2)]
+    model, batches = make(), [torch.randn(16, 48, 64) for _ in range(2)]
     policy = load_policy("memory").replaced(calibration={"steps": 2}, formats=("fp32",), rules=(), noise={"loss": 1e6})
     autoprec.compile(model, policy=policy, batches=batches, loss_fn=lambda m, b: m(b), events=None)
     session = autoprec.session(model)
@@ -55,11 +64,36 @@ def test_unfused_attention_in_fp32_keeps_copies_whatever_storage_its_inputs_have
     problem = proposals.problem
     choice = uniform_choice(problem, "fp32")
     for tensor in problem.storable:
-        if "bf16" in problem.tensors[tensor].storages:
+        if "bf16" in problem.tensors[tensor].storages and problem.tensors[tensor].id.startswith(kept):
             choice = choice.keeping(tensor, "bf16")
     assert choice.stored
     measured, predicted = peaks_under(model, proposals, choice, batches[0])
     assert abs(predicted / measured - 1.0) <= 0.05, (predicted, measured)
+
+
+def test_queries_that_are_kept_in_a_copy_give_the_same_bits() -> None:
+    """Keys in BF16, queries and values as they are, of which the queries are a part of a larger memory: gradients are
+    those of torch's attention on the rounded keys, under the same random numbers."""
+    torch.manual_seed(0)
+    made, k, v, g = torch.randn(4, 48, 192), *(torch.randn(4, 4, 48, 16) for _ in range(3))
+
+    def gradients(attend: Callable[..., Tensor]) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() for t in (made, k, v)]
+        q = leaves[0][..., :64].unflatten(-1, (4, 16)).transpose(1, 2)
+        torch.manual_seed(1)
+        return [*torch.autograd.grad(attend(q, *leaves[1:]), leaves, g)]
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y: Tensor = keeping(None, (open_cell(k, "bf16"),), (k,), (q, k, v), {"dropout_p": 0.3}, attention)
+        kept = {t.untyped_storage().nbytes() for t in y.grad_fn.saved_tensors if t is not None}  # type: ignore[union-attr]
+        assert 4 * made.numel() not in kept and 4 * q.numel() in kept
+        return y
+
+    def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
+
+    expected, found = gradients(lambda q, k, v: torchs(q, k + (k.bfloat16().float() - k).detach(), v)), gradients(ours)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_the_peak_of_attention_with_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

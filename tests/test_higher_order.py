@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autoprec
+from autoprec.execution.measuring import held_bytes, peak_bytes
 from autoprec.graphs import OpClass
 
 
@@ -123,7 +125,8 @@ def test_runs_as_written_among_planned_layers(middle: Callable[[Any, Tensor], Te
     if functions:  # of pointwise ops alone: a pointwise op; else what its author computes stays as it is
         narrow = {op: "bf16" for op, _ in session.plan.format_of if op == functions[0].id}
         assert bool(narrow) == (middle is custom_function)
-        assert functions[0].saves == ("b:linear#0",)
+        own = (functions[0].id,) if middle is custom_exponential else ()
+        assert functions[0].saves == ("b:linear#0", *own)
     if middle is nested_regions:
         assert executed["a:linear#1"] == executed["b:linear#0"] == "bf16"
 
@@ -139,3 +142,70 @@ def test_a_bad_step_through_it_changes_nothing(middle: Callable[[Any, Tensor], T
     optimizer.step()
     assert autoprec.session(model).step_was_skipped
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+class Stashing(torch.autograd.Function):
+    """Keeps a tensor beside those that autograd knows, a number, and takes a second argument that is no tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor, ctx.sine = factor, torch.sin(x)
+        ctx.save_for_backward(x)
+        return ctx.sine * factor
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return g * ctx.factor * x.cos() + 0.1 * ctx.sine, None
+
+
+class Several(torch.autograd.Function):
+    """Two results, and one that has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        signs = x.sign()
+        ctx.save_for_backward(x, y, signs)
+        ctx.mark_non_differentiable(signs)
+        return x * y, x + y, signs
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, h: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        x, y, signs = ctx.saved_tensors
+        return g * y + h * signs, g * x + h
+
+
+def stashing(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    return m.b(Stashing.apply(h, 0.5) + h.relu())
+
+
+def several(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    product, total, signs = Several.apply(h, h.tanh())
+    return m.b(product + total * signs)
+
+
+@pytest.mark.parametrize("middle", [custom_function, custom_exponential, stashing, several], ids=lambda f: f.__name__)
+def test_functions_of_users_have_their_bits_and_let_go_as_theirs_do(middle: Callable[[Any, Tensor], Tensor]) -> None:
+    """What they keep goes in the backward pass, and not when garbage is collected."""
+    torch.manual_seed(0)
+    plain, x = Around(middle), torch.randn(16, 8)
+    model = autoprec.compile(copy.deepcopy(plain), policy="observe", events=None)
+
+    def step(m: nn.Module) -> None:
+        m(x).backward()
+        if m is model:
+            autoprec.session(m).step()
+
+    for m in (plain, model):
+        for _ in range(12):
+            step(m)
+    assert autoprec.session(model).plan is not None and not autoprec.session(model).unowned
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
+    gc.collect()
+    left = {m: held_bytes(lambda m=m: [step(m) for _ in range(3)]) for m in (plain, model)}  # type: ignore[misc]
+    assert left[model] == left[plain] == 0
+    bytes_of = {m: peak_bytes(lambda m=m: step(m), torch.device("cpu")) for m in (plain, model)}  # type: ignore[misc]
+    assert bytes_of[model] <= bytes_of[plain] + 5056 + 64  # the state of the random generator is recorded

@@ -26,3 +26,8 @@ def test_the_peak_of_what_is_used_in_parts_is_predicted(name: str) -> None:
     """All in FP32, all in BF16, and two mixtures of the two, with random storages."""
     found = ratios(name, 2)
     assert max(abs(ratio - 1.0) for ratio in found) <= 0.005, found
+
+
+def test_what_a_function_of_the_users_takes_on_its_way_back_is_known() -> None:
+    found = ratios("own_function", 2)
+    assert max(abs(ratio - 1.0) for ratio in found) <= 0.05, found

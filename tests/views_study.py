@@ -83,6 +83,26 @@ def sliced_and_summed(h: Tensor) -> Tensor:
     return h[..., :128].tanh() * h.sum(-1, keepdim=True)
 
 
+class OwnGelu(torch.autograd.Function):
+    """A user's, which keeps what it is given, and takes more on the way back than forward."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x)
+        return 0.5 * x * (1.0 + torch.tanh(0.8 * x * (1.0 + 0.045 * x * x)))
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
+        (x,) = ctx.saved_tensors
+        y = torch.tanh(0.8 * x * (1.0 + 0.045 * x * x))
+        return g * (0.5 * x * ((1.0 - y * y) * (0.8 + 0.108 * x * x)) + 0.5 * (1.0 + y))
+
+
+def own_function(h: Tensor) -> Tensor:
+    y: Tensor = OwnGelu.apply(h)
+    return y
+
+
 def heads(h: Tensor, count: int) -> list[Tensor]:
     return [t.unflatten(-1, (4, 16)).transpose(1, 2) for t in h.chunk(count, -1)]
 
@@ -114,6 +134,22 @@ class Masked(nn.Module):
         return x.square().mean()
 
 
+class QueriesOfOne(nn.Module):
+    """Attention with dropout, whose queries are a part of a product's result, and keys and values are not: as where
+    they go into a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            q, k, v = heads(self.made(x), 3)
+            y = F.scaled_dot_product_attention(q, k * 1.5, v * 1.5, dropout_p=0.2)
+            x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x.square().mean()
+
+
 #: By name, how to make it, and how long its sequences are.
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     **{
@@ -121,12 +157,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
         for of, width in (
             (gated, 128), (slices, 128), (unbound, 128), (one_slice, 64), (one_for_nobody, 64), (parts_of_parts, 128),
             (expanded, 256), (normalized, 256), (attention, 64), (gated_attention, 64), (sliced_and_summed, 128),
+            (own_function, 256),
         )
     },
     "mask_of_the_batch": (lambda: Masked(16), 48),
     "mask_for_all": (lambda: Masked(1), 48),
     "dropout": (lambda: Attends(True), 48),
     "dropout_of_three": (lambda: Attends(False), 48),
+    "dropout_of_a_part": (QueriesOfOne, 48),
 }  # fmt: skip
 
 

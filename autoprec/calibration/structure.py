@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autoprec.graphs import Op, OpClass, OpGraph, TensorKind, TensorSpec
 from autoprec.tracing.bindings import Binding, OpNode
-from autoprec.tracing.kinds import FUNCTION, GROUPED
+from autoprec.tracing.kinds import GROUPED
 
 __all__ = ["StructureRecorder", "TensorMeta", "TimingCase", "flops_of"]
 
@@ -134,8 +134,6 @@ class StructureRecorder:
                 self._same_as.setdefault(tensor_id, self._owner_of_storage.get(_pointer(y)))
             elif not shares:
                 self._owner_of_storage[_pointer(y)] = tensor_id
-        if op.kind == FUNCTION:  # what its forward body saves, no hook sees
-            self._pending = [x for x in tensors_of(arguments) if x.is_floating_point()]
         if record.calls == 1:
             self._saved(record)
         self._pending = []

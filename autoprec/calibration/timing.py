@@ -262,49 +262,48 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
     device = torch.device(device_type)
     with torch.enable_grad():
         held = {Role.OUTPUT: workspace_bytes(forward, device)}
-    y = _differentiated(case, y)
-    if not (isinstance(y, Tensor) and y.requires_grad):
+    ends = _differentiated(case, y)
+    if not ends:
         nothing = {role: lambda: None for role in case.op.roles}
         return _Runs(runs=nothing | {Role.OUTPUT: without_graph}, private_bytes=private, workspace=held)
-    g = torch.randn_like(y.detach(), dtype=torch.float32).to(y.dtype)  # gradients arrive in the order of the result
+    # Gradients arrive in the order of the results.
+    arriving = [torch.randn_like(y.detach(), dtype=torch.float32).to(y.dtype) for y in ends]
 
-    def backward(y: Tensor, wanted: Sequence[Tensor], *, release: bool = False) -> Callable[[], object]:
+    def backward(ends: Sequence[Tensor], wanted: Sequence[Tensor], *, release: bool = False) -> Callable[[], object]:
         live = [t for t in wanted if t.requires_grad]
         if not live:
             return lambda: None
-        return lambda: torch.autograd.grad(y, live, g, retain_graph=not release, allow_unused=True)
+        return lambda: torch.autograd.grad(ends, live, arriving, retain_graph=not release, allow_unused=True)
 
     @torch.enable_grad()
-    def once_more() -> Tensor:
-        found = _differentiated(case, forward())
-        assert isinstance(found, Tensor)
-        return found
+    def once_more() -> list[Tensor]:
+        return _differentiated(case, forward())
 
     def backward_workspace() -> int:
-        return releasing_workspace_bytes(once_more, lambda y, release: backward(y, leaves, release=release)(), device)
+        return releasing_workspace_bytes(once_more, lambda e, release: backward(e, leaves, release=release)(), device)
 
     def backward_alone(wanted: Sequence[Tensor]) -> Callable[[], object]:
         """Of a graph in which nothing else takes a gradient: an autograd.Function makes every one that was ever
         wanted."""
         with _only(wanted, leaves), torch.enable_grad():
-            return backward(forward(), wanted)
+            return backward(_differentiated(case, forward()), wanted)
 
     roles: dict[Role, Callable[[], object]] = {Role.OUTPUT: without_graph}
     if case.op.gemm is not None:
         x, *parameters = leaves
         roles |= {Role.GRAD_INPUT: backward_alone([x]), Role.GRAD_WEIGHT: backward_alone(parameters)}
     elif case.op.op_class is OpClass.GEMM:
-        roles[Role.GRAD_INPUT] = backward(y, leaves)
+        roles[Role.GRAD_INPUT] = backward(ends, leaves)
     if len(roles) > 1:
         if case.op.gemm is None:
             held[Role.GRAD_INPUT] = backward_workspace()
         else:
             held |= {role: workspace_bytes(run, device) for role, run in roles.items() if role is not Role.OUTPUT}
         if case.op.kind in GROUPED and fmt == "fp32":  # may give both gradients, whichever is wanted
-            held |= dict.fromkeys((Role.GRAD_INPUT, Role.GRAD_WEIGHT), workspace_bytes(backward(y, leaves), device))
+            held |= dict.fromkeys((Role.GRAD_INPUT, Role.GRAD_WEIGHT), workspace_bytes(backward(ends, leaves), device))
         mixed = _mixed(case, device_type) if fmt == "fp32" and case.op.is_plain_product else {}
         return _Runs(runs=roles, private_bytes=private, workspace=held, mixed=mixed)
-    whole = backward(y, leaves)
+    whole = backward(ends, leaves)
     runs: dict[Role, Callable[[], object]] = {Role.OUTPUT: lambda: (without_graph(), whole())}
     return _Runs(
         runs=runs,
@@ -329,10 +328,11 @@ def _with_private_bytes(forward: Callable[[], Any], given: Sequence[Tensor]) -> 
     return y, sum(size for pointer, size in kept.items() if pointer not in known)
 
 
-def _differentiated(case: TimingCase, result: Any) -> Any:
+def _differentiated(case: TimingCase, result: Any) -> list[Tensor]:
     """What an op's gradients are those of: of a recurrent layer's results the first, of which the states that follow
     are parts, but for the last cells."""
-    return result[0] if case.op.op_class is OpClass.RECURRENT else result
+    found = [result[0]] if case.op.op_class is OpClass.RECURRENT else tensors_of(result)
+    return [y for y in found if y.requires_grad]
 
 
 def _mixed(case: TimingCase, device_type: str) -> dict[Role, int]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoprec.numerics.compilers import hooks_in_graph, is_traced, saved_for_backward
+from autoprec.numerics.lean import attention
 from autoprec.numerics.packing import Packed, decode, encode
 
 __all__ = ["Cell", "cast_of_kept", "keep_in", "keeping", "open_cell"]
@@ -143,7 +144,7 @@ def keeping(
     def pack(x: Tensor) -> Any:
         cell = cell_of.get(x.untyped_storage()._cdata)
         if cell is None and not wait:
-            return outer_pack(x)
+            return outer_pack(_apart(x) if function is attention else x)
         kept = _Kept(x)
         if cell is not None:
             kept.close(cell.part(x), outer_pack)
@@ -170,6 +171,14 @@ def _alone(x: Tensor) -> Tensor:
     """The tensor without the graph that it comes from. autograd hands over what an op keeps of its own result as that
     result: kept so, it would keep the op alive and the op it, for ever if no backward pass comes along."""
     return x if is_traced(x) else x.detach()
+
+
+def _apart(x: Tensor) -> Tensor:
+    """What attention that runs op by op keeps as it is, beside what it keeps narrow: of a part of a larger memory in
+    FP32 a copy, as torch's own does, so that the rest of the memory can go. In the same order, for the same bits."""
+    if is_traced(x) or x.dtype is not torch.float32 or x.untyped_storage().nbytes() <= x.nbytes:
+        return x
+    return x.detach().clone()
 
 
 def _as_it_is(x: Any) -> Any:

@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils.checkpoint import checkpoint
 
+from autoprec.numerics.functions import function_of
 from autoprec.numerics.pooling import pooling_of
 
 __all__ = [
@@ -88,7 +89,7 @@ def prepare(module: fx.GraphModule) -> None:
 
     torch runs a captured checkpoint without restoring the random state (a compiler would), so that dropout inside would
     draw another mask when it is recomputed; and it cannot run the backward pass of a nested compile region at all.
-    Max pooling becomes ours, which gives the same bits and keeps fewer bytes, whatever the plan.
+    Max pooling and user's functions become ours, which give the same bits and keep fewer bytes, whatever the plan.
     """
     taken: set[str] = set()
     for node in list(module.graph.nodes):
@@ -106,7 +107,7 @@ def prepare(module: fx.GraphModule) -> None:
             taken.add(name)
             prepare(_body(module, name))
         elif node.op == "call_function":
-            node.target = pooling_of(node.target, node.args, node.kwargs)
+            node.target = pooling_of(function_of(node.target), node.args, node.kwargs)
     # Not `eliminate_dead_code`: in bodies it takes a statement like `x.mul_(2)` for dead.
     for node in reversed(list(module.graph.nodes)):
         if node.op == "get_attr" and not node.users:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from autoprec.graphs import KERNEL_PRODUCTS, OpClass
+from autoprec.numerics.functions import user_function
 
 __all__ = [
     "CONVS",
@@ -119,6 +120,8 @@ def _raw_name(node: fx.Node) -> str:
         return node.target
     if node.target is getattr and len(node.args) > 1:
         return str(node.args[1])
+    if node.target is user_function:
+        return FUNCTION
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return f"hop.{node.target.name()}"
     if isinstance(node.target, torch._ops.OpOverload):
