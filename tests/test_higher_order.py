@@ -209,3 +209,19 @@ def test_functions_of_users_have_their_bits_and_let_go_as_theirs_do(middle: Call
     assert left[model] == left[plain] == 0
     bytes_of = {m: peak_bytes(lambda m=m: step(m), torch.device("cpu")) for m in (plain, model)}  # type: ignore[misc]
     assert bytes_of[model] <= bytes_of[plain] + 5056 + 64  # the state of the random generator is recorded
+
+
+@pytest.mark.parametrize("middle", [custom_function, stashing, several], ids=lambda f: f.__name__)
+def test_second_derivatives_through_functions_of_users(middle: Callable[[Any, Tensor], Tensor]) -> None:
+    """Dynamo's bodies turn recording off, the user's do not."""
+    torch.manual_seed(0)
+    plain, x = Around(middle), torch.randn(16, 8)
+    model = autoprec.compile(copy.deepcopy(plain), policy="observe", events=None)
+
+    def penalty(m: nn.Module) -> tuple[Tensor, ...]:
+        given = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(m(given), given, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), [*m.parameters()], allow_unused=True)
+
+    for expected, found in zip(penalty(plain), penalty(model), strict=True):
+        assert (expected is None and found is None) or torch.equal(expected, found)

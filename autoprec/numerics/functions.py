@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from autoprec.numerics.compilers import is_traced
 
@@ -46,8 +46,19 @@ class _UserFunction(torch.autograd.Function):
         kept = ctx.kept[:]
         for i, x in zip(ctx.places, ctx.saved_tensors, strict=True):
             kept[i] = x
-        found = ctx.then(*gradients, *kept)
+        then = _Recorded(ctx.then).run if torch.is_grad_enabled() else ctx.then
+        found = then(*gradients, *kept)
         return None, None, None, *(found if isinstance(found, (tuple, list)) else (found,))
+
+
+class _Recorded(fx.Interpreter):
+    """Runs a backward body where its own derivative is wanted. Dynamo has put it between two nodes that turn recording
+    off and on, which the user's function does not have."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        calls = [c for c in self.module.graph.nodes if c.op == "call_function"]
+        around = n in (calls[0], calls[-1]) if calls else False
+        return None if around and n.target is torch._C._set_grad_enabled else super().run_node(n)
 
 
 def user_function(first: Callable[..., Any], then: Callable[..., Any], *args: Any, **options: Sequence[int]) -> Any:
