@@ -147,11 +147,12 @@ def test_no_place_is_beyond_what_is_there() -> None:
     """In several problems, so that each kind of place occurs."""
     met = Counter[str]()
     problems = [problem_of(seed) for seed in range(60)]
+    stored = next(p for p in problems if any(t.gemms for t in p.tensors))
     masked = next(p for p in problems if any(t.masks for t in p.tensors))
     saved = next(p for p in problems if any(s.reached for t in p.tensors for s in t.others))
     parted = next(p for p in problems if any(u.copied is not None for t in p.tensors for u in t.savers))
     replaced = next(p for p in problems if p.replacements)
-    for problem in (problems[0], masked, saved, parted, replaced):
+    for problem in (problems[0], stored, masked, saved, parted, replaced):
         write_case("whole.json", Case(problem=problem))
         tree = json.loads(Path("whole.json").read_text())
         for at in [p for p in leaves(tree) if len(p) > 2]:

@@ -109,9 +109,11 @@ class StepGuard:
         if not self.in_step and self.bad and self.watch.bad_gradients_are_gone():
             self.bad = False  # that step is over for every optimizer
         self._keeper.before_first_update(self.missed(), scaled=scaler is not None)
-        if self.watch.verdict() and self.watch.large and squares_gradients(optimizer):
+        finite = self.watch.verdict()
+        if finite and self.watch.large and squares_gradients(optimizer):
             self.watch.bad |= self.watch.large
-        return not (self.bad or self.watch.bad or self._bad_buffers() or self._keeper.loss_is_off())
+            finite = False
+        return finite and not (self.bad or self._bad_buffers() or self._keeper.loss_is_off())
 
     def _bad_buffers(self) -> bool:
         found = self.buffers.turned_nonfinite()
