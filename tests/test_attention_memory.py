@@ -71,9 +71,11 @@ def test_unfused_attention_in_fp32_keeps_copies_whatever_storage_its_inputs_have
     assert abs(predicted / measured - 1.0) <= 0.05, (predicted, measured)
 
 
-def test_queries_that_are_kept_in_a_copy_give_the_same_bits() -> None:
+@pytest.mark.parametrize("own", ["", "bf16"])
+def test_queries_that_are_kept_in_a_copy_give_the_same_bits(own: str) -> None:
     """Keys in BF16, queries and values as they are, of which the queries are a part of a larger memory: gradients are
-    those of torch's attention on the rounded keys, under the same random numbers."""
+    those of torch's attention on the rounded keys, under the same random numbers. `own`: how the result is kept, by
+    whoever reads it."""
     torch.manual_seed(0)
     made, k, v, g = torch.randn(4, 48, 192), *(torch.randn(4, 4, 48, 16) for _ in range(3))
 
@@ -84,7 +86,8 @@ def test_queries_that_are_kept_in_a_copy_give_the_same_bits() -> None:
         return [*torch.autograd.grad(attend(q, *leaves[1:]), leaves, g)]
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y: Tensor = keeping(None, (open_cell(k, "bf16"),), (k,), (q, k, v), {"dropout_p": 0.3}, attention)
+        cell = open_cell(None, own) if own else None
+        y: Tensor = keeping(cell, (open_cell(k, "bf16"),), (k,), (q, k, v), {"dropout_p": 0.3}, attention)
         kept = {t.untyped_storage().nbytes() for t in y.grad_fn.saved_tensors if t is not None}  # type: ignore[union-attr]
         assert 4 * made.numel() not in kept and 4 * q.numel() in kept
         return y

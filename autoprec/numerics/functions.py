@@ -55,10 +55,13 @@ class _Recorded(fx.Interpreter):
     """Runs a backward body where its own derivative is wanted. Dynamo has put it between two nodes that turn recording
     off and on, which the user's function does not have."""
 
+    def __init__(self, body: fx.GraphModule) -> None:
+        super().__init__(body)
+        calls = [n for n in body.graph.nodes if n.op == "call_function"]
+        self._around = {n for n in (*calls[:1], *calls[-1:]) if n.target is torch._C._set_grad_enabled}
+
     def run_node(self, n: fx.Node) -> Any:
-        calls = [c for c in self.module.graph.nodes if c.op == "call_function"]
-        around = n in (calls[0], calls[-1]) if calls else False
-        return None if around and n.target is torch._C._set_grad_enabled else super().run_node(n)
+        return None if n in self._around else super().run_node(n)
 
 
 def user_function(first: Callable[..., Any], then: Callable[..., Any], *args: Any, **options: Sequence[int]) -> Any:

@@ -143,8 +143,10 @@ def keeping(
 
     def pack(x: Tensor) -> Any:
         cell = cell_of.get(x.untyped_storage()._cdata)
+        if cell is None and function is attention:
+            x = _apart(x)
         if cell is None and not wait:
-            return outer_pack(_apart(x) if function is attention else x)
+            return outer_pack(x)
         kept = _Kept(x)
         if cell is not None:
             kept.close(cell.part(x), outer_pack)
