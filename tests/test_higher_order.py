@@ -175,6 +175,22 @@ class Several(torch.autograd.Function):
         return g * y + h * signs, g * x + h
 
 
+class InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x.mul_(2.0)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * 2.0
+
+
+def in_place(m: Any, x: Tensor) -> Tensor:
+    return m.b(InPlace.apply(m.a(x) * 1.0) + 1.0)
+
+
 def stashing(m: Any, x: Tensor) -> Tensor:
     h = m.a(x)
     return m.b(Stashing.apply(h, 0.5) + h.relu())
@@ -186,7 +202,9 @@ def several(m: Any, x: Tensor) -> Tensor:
     return m.b(product + total * signs)
 
 
-@pytest.mark.parametrize("middle", [custom_function, custom_exponential, stashing, several], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "middle", [custom_function, custom_exponential, stashing, several, in_place], ids=lambda f: f.__name__
+)
 def test_functions_of_users_have_their_bits_and_let_go_as_theirs_do(middle: Callable[[Any, Tensor], Tensor]) -> None:
     """What they keep goes in the backward pass, and not when garbage is collected."""
     torch.manual_seed(0)

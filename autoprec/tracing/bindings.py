@@ -381,7 +381,10 @@ class _Walk:
         return op_class
 
     def _is_pointwise_function(self, node: fx.Node) -> bool:
-        """Whether both bodies of a user's function consist of pointwise ops, which give the dtype that they take."""
+        """Whether both bodies of a user's function consist of pointwise ops, which give the dtype that they take, and
+        it changes nothing in place."""
+        if node.kwargs.get("dirty_idx"):
+            return False
         for body in node.args[:2]:
             assert isinstance(body, fx.Node)
             module = self.template.module.get_submodule(str(body.target))
