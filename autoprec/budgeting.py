@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autoprec.errors import InfeasibleError
-from autoprec.execution.tournament import Tournament
+from autoprec.execution.tournament import Tournament, last_batch, told_peak
 from autoprec.plans import Plan
 from autoprec.scheduling import PeakOf
 
@@ -21,6 +21,7 @@ __all__ = [
     "given_breaks",
     "leave_uncompiled",
     "made_again",
+    "told_bytes",
     "tournament_of",
     "within_budget",
 ]
@@ -106,9 +107,11 @@ def given_breaks(session: Session) -> str:
     """By how much a plan that was made elsewhere, and never measured, breaks its budget, as it runs, on a replay of the
     step that was just observed; "" if it does not, or the plan is the run's own."""
     plan, graph = session.plan, session.graph
-    if session._scheduler.given is None or plan is None or plan.budget_bytes is None or graph is None:
+    if session._scheduler.given is None or plan is None or graph is None:
         return ""
     session._observed.graph = replace(graph, optimizer_bytes=session._guard.optimizer_bytes)
+    if plan.budget_bytes is None:
+        return ""
     excess = session._scheduler.excess_bytes(plan, tournament_of(session).peak_of)
     if excess <= 0:
         return ""
@@ -117,6 +120,19 @@ def given_breaks(session: Session) -> str:
         f"a step takes {plan.budget_bytes + excess} bytes under the plan that was given, for a budget of"
         f" {plan.budget_bytes}{told}; plan for {excess} bytes less, or let this run calibrate and plan for itself"
     )
+
+
+def told_bytes(session: Session, plan: Plan) -> int | None:
+    """The peak of the step that is over, if it runs compiled under the plan that is there now, as the code tells it.
+    None where there is no code, or no step, and before a step was observed."""
+    if session.graph is None or not session.lowering.compiles:
+        return None
+    runners = {slot.binding: slot.runner for slot in session._slots.values()}
+    calls = last_batch(session._calls)
+    if any(call.binding not in runners for call in calls):
+        return None
+    peak = told_peak(calls, [runners[call.binding] for call in calls], session._observed.loss_bytes)
+    return None if peak is None else session._scheduler.beside_bytes(plan) + peak
 
 
 def leave_uncompiled(session: Session, plan: Plan, shortfall: str) -> None:

@@ -3,6 +3,7 @@ bad, the schedule says so, somebody asks."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from autoprec.budgeting import (
     given_breaks,
     leave_uncompiled,
     made_again,
+    told_bytes,
     tournament_of,
     within_budget,
 )
@@ -52,14 +54,15 @@ class Replanning:
             replan(self)
         if self._takeover.due_step is not None:
             _take_over(self)
+        if _tell_peak(self):
+            _note_run(self)
 
     def make_plan(self: Session) -> Plan:  # type: ignore[misc]
         """Plan from what calibration recorded, and run it from the next step on.
 
         Raises `InputError` if nothing was observed yet, `InfeasibleError` if no plan keeps the budgets.
         """
-        plan = first_plan(self)
-        self.adopt(plan)
+        plan = self.adopt(first_plan(self))
         self._event("planned", evidence=f"{', '.join(plan.formats_used()) or 'fp32'}; binding: {plan.binding}")
         self._log.assign(self.steps, None, plan)
         _note_run(self)
@@ -93,9 +96,10 @@ class Replanning:
 
     def adopt(  # type: ignore[misc]
         self: Session, plan: Plan, *, new_window: bool = True, tournament: Tournament | None = None
-    ) -> None:
+    ) -> Plan:
         """Run a plan from the next call on; between two steps. A window is of one plan, whatever the scales in it.
-        `tournament`: where its peak was measured."""
+        `tournament`: where its peak was measured. The plan, with the peak that its compiled code tells, if that is
+        known."""
         self._frozen.adopt(plan)
         before, self.plan = self.plan, plan
         if new_window:
@@ -108,6 +112,8 @@ class Replanning:
             slot.adopt(plan, self._device_type, compiled=not later)
         if not later:
             _prepare(self)
+            _tell_peak(self)
+        return self.plan
 
     @property
     def _banned(self: Session) -> frozenset[tuple[str, ...]]:  # type: ignore[misc]
@@ -122,8 +128,7 @@ def _adopt_again(session: Session, before: Plan, solve: Solve) -> Plan:
     plan, shortfall = made_again(session, before, solve, tournament)
     if shortfall:
         session._event("warning", trigger="budget", evidence=shortfall)
-    session.adopt(plan, tournament=tournament)
-    return plan
+    return session.adopt(plan, tournament=tournament)
 
 
 def _lowered(session: Session) -> list[Slot]:
@@ -140,6 +145,20 @@ def _prepare(session: Session) -> bool:
         else:
             taken = True
     return taken
+
+
+def _tell_peak(session: Session) -> bool:
+    """Of a plan that runs compiled, the peak is what its code tells: the planner knows nothing of what was fused. True
+    if that is another."""
+    plan = session.plan
+    if plan is None or plan.predicted is None or plan is session._told:
+        return False
+    if (peak_bytes := told_bytes(session, plan)) is None:
+        return False
+    if changes := peak_bytes != plan.predicted.peak_bytes:
+        session.plan = replace(plan, predicted=replace(plan.predicted, peak_bytes=peak_bytes))
+    session._told = session.plan
+    return changes
 
 
 def _take_over(session: Session) -> None:

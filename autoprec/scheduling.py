@@ -206,12 +206,17 @@ class Scheduler:
     def excess_bytes(self, plan: Plan, peak_of: PeakOf) -> int:
         """By how much a plan's peak breaks its budget; 0 where it has none, or where the peak is not known: the plan
         then stands by its prediction."""
-        graph, limit = self._observed.graph, plan.budget_bytes
-        if graph is None or limit is None or (peak := peak_of(plan)) is None:
+        limit = plan.budget_bytes
+        if self._observed.graph is None or limit is None or (peak := peak_of(plan)) is None:
             return 0
+        return self.beside_bytes(plan) + peak - limit
+
+    def beside_bytes(self, plan: Plan) -> int:
+        """Bytes that are there from the beginning of a step to its end. The graph was observed."""
+        graph = self._observed.graph
+        assert graph is not None
         living = ((graph.tensor_by_id[t].numel, f) for t, f in plan.living.items())
-        narrowed = sum(living_bytes(n, f) - 4 * n for n, f in living)
-        return fixed_bytes(graph) + narrowed + peak - limit
+        return fixed_bytes(graph) + sum(living_bytes(n, f) - 4 * n for n, f in living)
 
     def within_budget(self, plan: Plan, banned: frozenset[tuple[str, ...]], peak_of: PeakOf) -> tuple[Plan, str]:
         """The plan itself if it keeps its budget, one that is made again for less if not, and "" or by how much that

@@ -96,6 +96,7 @@ class Session(Replanning, Resumable):
         self.policy = refusals.without_switches(asked, backend, plan)
         self.plan = plan
         self._given_plan = plan is not None
+        self._told: Plan | None = None  # the plan whose peak is as its compiled code tells it
         self._log = EventLog(events_path)
         self.steps = self.skipped_steps = 0
         self.step_was_skipped = False

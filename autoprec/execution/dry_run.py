@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autoprec.execution.measuring import workspace_bytes
 
@@ -116,13 +116,23 @@ def _without_kernels(name: str, value: Any, held: _Held) -> Any:
         return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="meta")
     if name == "reinterpret_tensor":  # it passes by what a mode sees
         return lambda *arguments: held.count(value(*arguments))
+    if name == "assert_size_stride":
+        return _as_it_will_be
     if name.startswith(("assert_", "cpp_fused")):
         return _nothing
     return value
 
 
+def _as_it_will_be(x: Any, size: Sequence[int], stride: Sequence[int], *told: Any) -> None:
+    """The code says which layout a kernel of torch gives on its device; on meta tensors it may give another, and what
+    reads that would copy it first."""
+    if isinstance(x, Tensor) and x.stride() != tuple(stride):
+        with _disable_current_modes():
+            x.as_strided_(size, stride)
+
+
 def _nothing(*arguments: Any, **options: Any) -> None:
-    """In the place of a kernel, and of checks of layouts that meta tensors do not have."""
+    """In the place of a kernel, and of checks of what meta tensors do not have."""
 
 
 class _Held(TorchDispatchMode):

@@ -28,7 +28,7 @@ from autoprec.execution.replay import CallRecord, shadow, shadow_arguments
 from autoprec.plans import Plan
 from autoprec.rewriting.rewrite import rewrite
 
-__all__ = ["Outcome", "Tournament", "margin_of"]
+__all__ = ["Outcome", "Tournament", "last_batch", "margin_of", "told_peak"]
 
 #: Rounds of timing: at least the first number, and more, up to the second, while they take less than the seconds. Steps
 #: of milliseconds need the most rounds: 12 of them left medians 2 % apart for plans that are equally fast.
@@ -82,7 +82,7 @@ class Tournament:
     ) -> None:
         """`loss_bytes`: what a loss outside of the graphs holds at most when their forward passes are over. `compiled`:
         whether contestants run so, where plans are compiled."""
-        self._calls = _last_batch([c for c in calls if c.output_gradients])
+        self._calls = last_batch(calls)
         self._buffers, self._device, self._lowering = buffers, torch.device(device_type), lowering
         self._loss_bytes, self._compiled = loss_bytes, compiled
         self._peaks: dict[str, int | None] = {}
@@ -204,28 +204,7 @@ class Tournament:
         return peak_bytes(lambda: step.run(self._turn), self._device)
 
     def _predicted(self, lowered: _Contestant) -> int | None:
-        """Each pass beside what the graphs that are between their passes hold, and beside what the step does: the
-        arguments of graphs that are outputs of others, and gradients that have entered."""
-        held = most = 0
-        turned = False
-        for i, forward in _order(self._calls):
-            made = lowered.lowered[i].compiled
-            if len(made) != 1 or (passes := made[0].passes) is None:
-                return None
-            if forward:
-                most = max(most, held + passes.forward)
-                held += passes.held
-                continue
-            if not turned:
-                most, turned = max(most, held + self._loss_bytes), True
-            held -= passes.held
-            if _is_held(i, self._calls):
-                held += passes.outputs
-                most = max(most, held + passes.backward_beside_outputs)
-            else:
-                most = max(most, held + passes.backward)
-            held += passes.entering
-        return most
+        return told_peak(self._calls, lowered.lowered, self._loss_bytes)
 
     def _turn(self) -> None:
         """The bytes of the loss, for a moment."""
@@ -237,6 +216,36 @@ class Tournament:
         if step.nonfinite:
             return Outcome(failure=f"the gradient of {step.nonfinite[0]} is not finite")
         return Outcome(output=step.output, gradients=step.gradients)
+
+
+def told_peak(calls: Sequence[CallRecord], runners: Sequence[Runner], loss_bytes: int) -> int | None:
+    """Bytes that a step of compiled graphs takes at most, above what was held before, as their code tells it; None in
+    eager mode, where one does not tell, and where one was compiled for several sizes.
+
+    Each pass counts beside what the graphs that are between their passes hold, and beside what the step does: the
+    arguments of graphs that are outputs of others, and gradients that have entered. `loss_bytes`: what a loss outside of
+    the graphs holds at most when their forward passes are over.
+    """
+    held = most = 0
+    turned = False
+    for i, forward in _order(calls):
+        made = runners[i].compiled
+        if len(made) != 1 or (passes := made[0].passes) is None:
+            return None
+        if forward:
+            most = max(most, held + passes.forward)
+            held += passes.held
+            continue
+        if not turned:
+            most, turned = max(most, held + loss_bytes), True
+        held -= passes.held
+        if _is_held(i, calls):
+            held += passes.outputs
+            most = max(most, held + passes.backward_beside_outputs)
+        else:
+            most = max(most, held + passes.backward)
+        held += passes.entering
+    return most if calls else None
 
 
 def margin_of(values: Sequence[float]) -> float:
@@ -255,10 +264,11 @@ def margin_of(values: Sequence[float]) -> float:
     return max(0.0, ordered[n - 1 - low] - ordered[low]) / 2.0 if n > 2 else 0.0
 
 
-def _last_batch(calls: Sequence[CallRecord]) -> list[CallRecord]:
-    """Of several micro-batches, the calls of the last: nothing before them waits for its backward pass any more."""
+def last_batch(calls: Iterable[CallRecord]) -> list[CallRecord]:
+    """The calls with a backward pass; of several micro-batches those of the last: nothing before them waits for its
+    backward pass any more."""
     batch: list[CallRecord] = []
-    for call in calls:
+    for call in (c for c in calls if c.output_gradients):
         if batch and call.started > max(c.returned for c in batch):
             batch = []
         batch.append(call)
