@@ -115,7 +115,8 @@ class TensorSpec:
         dtype: name of the torch dtype as captured ("float32", "int64", ...).
         kind: where it comes from.
         requires_grad: whether a gradient arrives at it in the backward pass.
-        base: id of the tensor whose memory it shares (a view, or an in-place result), or None.
+        base: id of the tensor whose memory it shares (a view, an in-place result, or an input that another graph
+            returned or was given), or None.
         is_output: whether the graph returns it.
         is_unused: whether no gradient comes back to it from there (a cache, or states that nobody differentiates).
     """

@@ -79,7 +79,10 @@ class Observations:
         interpreter = ObservingInterpreter(
             slot.module, slot.origin, slot.binding, self._observer, rewritten=rewritten, changes=slot.faults
         )
-        return interpreter.run(*arguments)
+        outputs = interpreter.run(*arguments)
+        if self._structure is not None:
+            self._structure.called(slot.binding, arguments, outputs)
+        return outputs
 
     def how_to_note(self, binding: Binding) -> dict[str, Any]:
         """Which outputs of a graph were not differentiated, and whether this step tells (see `keep_gradients`)."""

@@ -206,9 +206,14 @@ def peaks_under(model: nn.Module, proposals: Proposals, choice: Choice, batch: T
     plan = proposals.decisions(Solution(choice=choice, evaluation=evaluation, bound=0.0))
     autoprec.unwrap(model)
     autoprec.compile(model, plan=plan, events=None)
-    for _ in range(2):
+
+    def step() -> None:
         model(batch).backward()
-    measured = peak_bytes(lambda: model(batch).backward(), torch.device("cpu"))
+        autoprec.session(model).step()  # as in `peak_of`
+
+    step()
+    step()
+    measured = peak_bytes(step, torch.device("cpu"))
     return measured, evaluation.peak_bytes - proposals.problem.fixed_bytes
 
 

@@ -18,11 +18,13 @@ NAMES = (
     "attention",
     "gated_attention",
     "sliced_and_summed",
+    "broken",
+    "skipping",
 )
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_peak_of_what_is_used_in_parts_is_predicted(name: str) -> None:
+def test_the_peak_of_what_is_used_in_parts_or_by_several_graphs_is_predicted(name: str) -> None:
     """All in FP32, all in BF16, and two mixtures of the two, with random storages."""
     found = ratios(name, 2)
     assert max(abs(ratio - 1.0) for ratio in found) <= 0.005, found

@@ -1,9 +1,9 @@
 """How well are peaks of small models predicted that hold little but one thing? `python -m tests.views_study [NAME ...]
 [--count N]`
 
-Models whose tensors, or gradients, are views (slices, chunks, what was expanded or summed), and of attention that runs
-op by op: predicted over measured peak of a step all in FP32, all in BF16, and in random mixtures of both with random
-storages. Prints one line for each.
+Models whose tensors, or gradients, are views (slices, chunks, what was expanded or summed), of attention that runs op
+by op, and in several graphs: predicted over measured peak of a step all in FP32, all in BF16, and in random mixtures of
+both with random storages. Prints one line for each.
 """
 
 from __future__ import annotations
@@ -151,6 +151,33 @@ class QueriesOfOne(nn.Module):
 
 
 #: By name, how to make it, and how long its sequences are.
+class Broken(nn.Module):
+    """In three graphs, of which each gives the next what it adds to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.ModuleList(nn.Linear(*s) for _ in range(3)) for s in ((64, 256), (256, 64)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down[0](torch.tanh(self.up[0](x)))
+        torch._dynamo.graph_break()
+        x = x + self.down[1](torch.tanh(self.up[1](x)))
+        torch._dynamo.graph_break()
+        return (x + self.down[2](torch.tanh(self.up[2](x)))).square().mean()
+
+
+class Skipping(Broken):
+    """What the first graph returns, and two ops of the second read, is given to the third as well, and a view of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.sin(self.up[0](x))
+        torch._dynamo.graph_break()
+        y = self.down[0](torch.tanh(h) * h)
+        part = h[:, :24]
+        torch._dynamo.graph_break()
+        return (self.down[1](torch.sin(h)) * y).square().mean() + self.down[2](torch.tanh(part)).square().mean()
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     **{
         of.__name__: (lambda of=of, width=width: Block(of, width), 96)  # type: ignore[misc]
@@ -165,6 +192,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "dropout": (lambda: Attends(True), 48),
     "dropout_of_three": (lambda: Attends(False), 48),
     "dropout_of_a_part": (QueriesOfOne, 48),
+    "broken": (Broken, 96),
+    "skipping": (Skipping, 96),
 }  # fmt: skip
 
 

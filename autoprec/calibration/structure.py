@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoprec.graphs import Op, OpClass, OpGraph, TensorKind, TensorSpec
 from autoprec.tracing.bindings import Binding, OpNode
@@ -65,7 +66,9 @@ class StructureRecorder:
         #: Fake tensors, whose storages are told apart by address: another must not get it.
         self.alive: list[Any] = []
         self.cases: dict[str, TimingCase] = {}
-        self.input_bytes = 0
+        self._inputs: dict[str, int] = {}
+        self._bases: dict[str, str | None] = {}
+        self._crossing: dict[tuple[Any, ...], str] = {}
 
     def placeholder(self, binding: Binding, node: fx.Node, x: Tensor) -> None:
         """An input, parameter or buffer of a graph."""
@@ -80,10 +83,30 @@ class StructureRecorder:
             self._parameters.add(_pointer(x))
         else:
             kind = TensorKind.INPUT
-            if tensor_id not in self._tensors:
-                self.input_bytes += x.numel() * x.element_size()
+            self._inputs.setdefault(tensor_id, x.numel() * x.element_size())
         self._tensor(tensor_id, x, kind)
-        self._owner_of_storage[_pointer(x)] = tensor_id
+        owner = self._owner_of_storage.get(_pointer(x))
+        if owner != tensor_id and any(binding.tensor_id.get(n) == owner for n in binding.template.placeholders):
+            self._same_as.setdefault(tensor_id, owner)  # two inputs are views of one tensor
+        else:
+            self._owner_of_storage[_pointer(x)] = tensor_id
+
+    def called(self, binding: Binding, arguments: Sequence[Any], outputs: Any) -> None:
+        """A call of a graph, as it ran: which inputs are what another graph returned, or was given."""
+        given = [
+            (binding.tensor_id.get(n, ""), x) for n, x in zip(binding.template.placeholders, arguments, strict=True)
+        ]
+        returned = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+        for tensor_id, x in [*given, *((t, returned[i]) for i, t in binding.outputs)]:
+            if type(x) is not Tensor or x.layout is not torch.strided:
+                continue
+            # Nothing else gets an address that a weak reference is held to. The same view, or any of that memory.
+            storage = StorageWeakRef(x.untyped_storage())
+            shared = self._crossing.setdefault((storage,), tensor_id)
+            same = self._crossing.setdefault((storage, x.storage_offset(), x.shape, x.stride()), tensor_id)
+            known = shared if same == tensor_id else same
+            if tensor_id in self._inputs:
+                self._bases.setdefault(tensor_id, None if known == tensor_id else known)
 
     def _tensor(self, tensor_id: str, x: Tensor, kind: TensorKind, base: str | None = None) -> None:
         if tensor_id not in self._tensors:
@@ -207,7 +230,10 @@ class StructureRecorder:
             for k in self._ops.values()
         )
         used = {t for op in ops for t in (*op.inputs, *op.outputs, *op.saves)}
-        tensors = tuple(_marked(t, outputs.get(t.id)) for t in self._tensors.values() if t.id in used)
+        base = {t: b for t, b in self._bases.items() if b in used}
+        tensors = tuple(
+            _marked(t, outputs.get(t.id), base.get(t.id, t.base)) for t in self._tensors.values() if t.id in used
+        )
         return OpGraph(
             model=model,
             ops=ops,
@@ -215,20 +241,20 @@ class StructureRecorder:
             parameter_bytes=parameter_bytes,
             gradient_bytes=gradient_bytes,
             optimizer_bytes=optimizer_bytes,
-            input_bytes=self.input_bytes,
+            input_bytes=sum(size for t, size in self._inputs.items() if self._bases.get(t) is None),
             first_ops=tuple(dict.fromkeys(op for op in first if op)),
             compiled=compiled,
         )
 
 
-def _marked(t: TensorSpec, used: bool | None) -> TensorSpec:
+def _marked(t: TensorSpec, used: bool | None, base: str | None) -> TensorSpec:
     return TensorSpec(
         id=t.id,
         shape=t.shape,
         dtype=t.dtype,
         kind=t.kind,
         requires_grad=t.requires_grad,
-        base=t.base,
+        base=base,
         is_output=used is not None,
         is_unused=used is False,
     )

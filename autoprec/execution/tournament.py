@@ -223,8 +223,8 @@ def told_peak(calls: Sequence[CallRecord], runners: Sequence[Runner], loss_bytes
     eager mode, where one does not tell, and where one was compiled for several sizes.
 
     Each pass counts beside what the graphs that are between their passes hold, and beside what the step does: the
-    arguments of graphs that are outputs of others, and gradients that have entered. `loss_bytes`: what a loss outside of
-    the graphs holds at most when their forward passes are over.
+    arguments of graphs that are outputs of others, and gradients that have entered. `loss_bytes`: what a loss outside
+    of the graphs holds at most when their forward passes are over.
     """
     held = most = 0
     turned = False

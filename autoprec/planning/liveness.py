@@ -59,13 +59,16 @@ def demands(problem: Problem, phase: int) -> Iterator[Demand]:
         if problem.phase(t.birth) > phase:
             continue
         always, ways = _read(problem, t, phase)
+        if t.part_of is not None:
+            always, ways = (), tuple(_alone(t, always, ways))
         savers = [use for use in t.savers if _keeps(problem, t, use, phase)]
-        keeping, kept = kept_copies(t, savers)
-        always, ways = (always, (*ways, *kept)) if t.part_of is None else ((), (*_alone(t, always, ways), *kept))
-        units = [*always, *keeping, *(u for way in ways for u in way.groups[0])]
-        if sizes := tuple((f, t.bytes_in(f)) for f in _formats(problem, units) if t.bytes_in(f)):
-            index = i if t.part_of is None else t.part_of
-            yield Demand(tensor=index, sizes=sizes, always=always, unless_stored=_once(keeping), ways=ways)
+        for again in dict.fromkeys((None, *(use.kept_from for use in savers))):  # what is made again is another copy
+            keeping, kept = kept_copies(t, [use for use in savers if use.kept_from == again])
+            held, how = (always, (*ways, *kept)) if again is None else ((), kept)
+            units = [*held, *keeping, *(u for way in how for u in way.groups[0])]
+            if sizes := tuple((f, t.bytes_in(f)) for f in _formats(problem, units) if t.bytes_in(f)):
+                index = i if t.part_of is None else t.part_of
+                yield Demand(tensor=index, sizes=sizes, always=held, unless_stored=_once(keeping), ways=how)
         stored = tuple((f, size) for f in t.storages if (size := _stored_size(problem, t, f, phase)))
         if stored:
             yield Demand(tensor=i, stored=stored)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoprec.graphs import Op, OpGraph, Role, TensorKind, TensorSpec
+from autoprec.planning.breaks import crossings
 from autoprec.planning.phases import NEVER
 from autoprec.planning.roots import Roots
 from autoprec.planning.uses import Use
@@ -60,8 +61,8 @@ def senders(
     unit_of: Mapping[tuple[str, Role], int],
     born: Callable[[str], int | None],
 ) -> dict[str, tuple[Use, ...]]:
-    """Activation, or part → the readers that send its gradient, in forward order; nothing for those that have none.
-    `unit_of`: the unit of an op's role; `born`: that in whose format a root is born."""
+    """Activation, of this or of another graph, or part → the readers that send its gradient, in forward order; nothing
+    for those that have none. `unit_of`: the unit of an op's role; `born`: that in whose format a root is born."""
     return _Senders(graph, roots, parts, unit_of, born).found()
 
 
@@ -70,6 +71,12 @@ def sent_in(readers: Sequence[Use], born: int | None) -> int | None:
     cast, if it is one; or that in which the root is born."""
     units = {use.unit for use in readers}
     return units.pop() if len(units) == 1 else born
+
+
+def _added(uses: tuple[Use, ...]) -> tuple[Use, ...]:
+    """Of those whose gradients are added to one that is there whatever the choice (`Problem.standing`)."""
+    there = Use(moment=uses[-1].moment, unit=None, shared_until=NEVER)
+    return (*(replace(use, shared_until=NEVER, instead=(None, use.moment)) for use in uses), there)
 
 
 class _Senders:
@@ -84,6 +91,7 @@ class _Senders:
         self.graph, self.roots, self.parts, self.unit_of, self.born = graph, roots, parts, unit_of, born
         self.moment = {op.id: i for i, op in enumerate(graph.ops)}
         self.last = len(graph.ops) - (0 if graph.loss_bytes else 1)
+        self.crossing = crossings(graph, roots, 2 * self.last + 1)
         self.readers: dict[str, tuple[Use, ...]] = {}
 
     def found(self) -> dict[str, tuple[Use, ...]]:
@@ -98,17 +106,20 @@ class _Senders:
             if any(sent.values()):  # what none sends, a view of several fills up with zeros
                 zeros = (Use(moment=self.moment[op.id], unit=self.born(self.roots.root_of[op.outputs[0]])),)
                 self.readers |= {t: uses or zeros for t, uses in sent.items()}
+        entered = {t: crosses for crosses in self.crossing.values() for t in crosses.entered}
         for owner, tensors in members.items():
-            whole = self.graph.tensor_by_id[owner].kind is TensorKind.ACTIVATION and owner not in self.parts.root_of
-            if whole and (uses := self._sent(tensors)):
-                self.readers[owner] = uses
+            made = self.graph.tensor_by_id[owner].kind is TensorKind.ACTIVATION or owner in entered
+            if made and owner not in self.parts.root_of and (uses := self._sent(tensors)):
+                added = owner in entered and entered[owner].is_added(owner)
+                self.readers[owner] = _added(uses) if added else uses
         return self.readers
 
     def _sent(self, members: list[TensorSpec]) -> tuple[Use, ...]:
         graph, specs, found = self.graph, self.graph.tensor_by_id, dict[Use, None]()
         for t in members:
             if t.gets_gradient:
-                found[Use(moment=self.last, unit=None, shared_until=NEVER)] = None
+                entered = self.crossing[t.id].returned if t.id in self.crossing else self.last
+                found[Use(moment=entered, unit=None, shared_until=NEVER)] = None
             for reader in graph.readers.get(t.id, ()):
                 op = graph.op_by_id[reader]
                 if not any(graph.tensor_by_id[o].requires_grad for o in op.outputs):

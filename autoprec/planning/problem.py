@@ -25,6 +25,7 @@ from autoprec.errors import DeviceError, ProfileError
 from autoprec.formats import held_as, other_operand, result_format
 from autoprec.graphs import Op, OpClass, OpGraph, Role, TensorKind, TensorSpec, shared_path
 from autoprec.planning.activations import Activations
+from autoprec.planning.breaks import crossings
 from autoprec.planning.flow import Flow
 from autoprec.planning.frozen import frozen_nodes, frozen_units, reading_wide
 from autoprec.planning.gradients import gradient_nodes
@@ -123,6 +124,9 @@ class _Builder:
         self.last = len(graph.ops) - (0 if graph.loss_bytes else 1)
         self.checkpoint_end = {op.checkpoints[:k]: i for i, op in enumerate(graph.ops)
                                for k in range(1, len(op.checkpoints) + 1)}  # fmt: skip
+        self.crossing = crossings(graph, self.roots, self._backward(0))
+        self.entered = {t: i for crosses in self.crossing.values() for t, i in crosses.entered.items()
+                        if not crosses.is_added(t)}  # fmt: skip
         options = unit_options(graph, self.roots, self.prices, policy, device, banned)
         self.unit_of = {(o.op.id, o.role): i for i, o in enumerate(options)}
         #: By kernel, the format of gradients in which it runs once more for them, unless it ran in that.
@@ -335,10 +339,13 @@ class _Builder:
                     savers.setdefault(f"param:{w}", []).append(Use(moment=i, unit=unit))
         for root, unit in self.frozen.items():  # rounded to what it lives in, whoever reads it
             readers.setdefault(root, []).append(Use(moment=0, unit=unit))
-        end = self.last
+        over = self._backward(0)
         for spec in graph.tensors:
             if spec.is_output:
-                note(readers, spec.id, Use(moment=end, unit=None))
+                crosses = self.crossing.get(spec.id)
+                ends = (self.last,) if crosses is None else (crosses.returned, over)
+                for end in ends:
+                    note(readers, spec.id, Use(moment=end, unit=None))
         return readers, {root: uses for root, uses in savers.items() if uses}
 
     # Checkpoints
@@ -377,7 +384,7 @@ class _Builder:
             is_float32=spec.is_float32,
             wide_bytes=spec.numel * ITEM_BYTES.get(spec.dtype, 4) if activation else 0,
             narrow_costs=spec.kind is not TensorKind.PARAMETER or bool(savers),
-            birth=self.moment[producer] if producer is not None else first,
+            birth=self.moment[producer] if producer is not None else self.entered.get(root, first),
             born=born,
             inherits=root in self.roots.copied_from,
             readers=tuple(readers),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoprec.graphs import Op, OpClass, OpGraph
+from autoprec.graphs import Op, OpClass, OpGraph, TensorKind
 
 __all__ = ["Roots", "resolve_roots"]
 
@@ -43,7 +43,9 @@ def resolve_roots(graph: OpGraph) -> Roots:
     def root(tensor: str) -> str:
         chain: list[str] = []
         while tensor not in root_of:
-            base = None if tensor in own else specs[tensor].base
+            # A graph is given FP32, whatever the one before made it in.
+            apart = tensor in own or specs[tensor].kind is TensorKind.INPUT
+            base = None if apart else specs[tensor].base
             if base is None or base not in specs or tensor in chain:
                 root_of[tensor] = tensor
                 break

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 
 from autoprec.graphs import Op, OpGraph, TensorKind
+from autoprec.planning.breaks import crossings
 from autoprec.planning.roots import Roots
 from autoprec.planning.values import Standing
 
@@ -24,15 +25,17 @@ def _bytes(weights: Iterable[str], graph: OpGraph) -> int:
 
 
 def standing(graph: OpGraph, roots: Roots, end: int) -> Iterator[Standing]:
-    """The gradients that enter at the outputs, kept until the step is over, to replay it; those of parameters that
-    several ops read; and those of the weights of a compiled graph, which it gives all at once. `end` is the last
-    moment."""
+    """The gradients that enter at the outputs, kept until the step is over, to replay it: from the turn, or from when
+    another graph sends them; those of parameters that several ops read; and those of the weights of a compiled graph,
+    which it gives all at once. `end` is the last moment."""
     moment = {op.id: i for i, op in enumerate(graph.ops)}
     if not graph.compiled:
         yield from _of_several(graph, roots, end)
+    crossing = crossings(graph, roots, end)
     for t in graph.tensors:
         if t.gets_gradient:
-            yield Standing(what="gradients of the outputs", first=(end + 1) // 2, last=end, bytes=4 * t.numel)
+            first = crossing[t.id].sent if t.id in crossing else (end + 1) // 2
+            yield Standing(what="gradients of the outputs", first=first, last=end, bytes=4 * t.numel)
     starts = sorted(moment[op] for op in graph.first_ops if op in moment)
     known: set[str] = set()
     for op in reversed(graph.ops if graph.compiled else ()):

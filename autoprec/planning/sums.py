@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from autoprec.graphs import Op, OpGraph
+from autoprec.planning.phases import NEVER
 from autoprec.planning.roots import Roots
 from autoprec.planning.values import PlanTensor
 
@@ -20,18 +21,24 @@ def sharing_gradients(tensors: Iterable[PlanTensor], graph: OpGraph, roots: Root
     in whose backward pass the gradient is the term's own (`Use.shared_until`).
 
     A term of which the sum is not the last reader gets a tensor of its own at once; so does what is added to itself, is
-    multiplied, or has another shape than the sum.
+    multiplied, or has another shape than the sum. The gradient of a sum that the graph returns, and goes on with in no
+    way, is there in FP32 until the step is over, and so is what its terms share of it.
     """
     found = list(tensors)
     index = {t.id: i for i, t in enumerate(found)}
     for moment, op in enumerate(graph.ops):
         terms = [index[root] for root, times in Counter(_terms(op, graph, roots)).items() if times == 1]
         start, instead = moment - 1, None  # at this moment it is the sum's
+        made = index.get(roots.root_of[op.outputs[0]]) if op.outputs else None
+        stays = made is not None and [use.shared_until for use in found[made].gradient_readers] == [NEVER]
         # Who gives it up first has it first. The other one counts from then on, if it has it for so long.
         for i in sorted((i for i in terms if found[i].gradient_readers), key=lambda i: -_until(found[i])):
             if start >= _until(found[i]):
                 *others, last = found[i].gradient_readers
-                last = replace(last, shared_until=start, instead=instead)
+                if stays:
+                    last = replace(last, shared_until=NEVER, instead=(None, start))
+                else:
+                    last = replace(last, shared_until=start, instead=instead)
                 found[i] = replace(found[i], gradient_readers=(*others, last))
                 instead = instead or (found[i].born, start)
                 start = _until(found[i]) - (0 if others else 1)

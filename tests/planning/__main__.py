@@ -19,6 +19,7 @@ def main(cases: int) -> int:
         met["checkpointed"] += any(use.kept_from for t in problem.tensors for use in t.savers)
         met["with parts"] += any(t.part_of is not None for t in problem.tensors)
         met["with sums"] += any(use.to_a_view for t in problem.tensors for use in t.gradient_readers)
+        met["with breaks"] += bool(case.graph.first_ops[1:])
         met["with storages"] += bool(problem.storable)
         met[f"of {len(problem.ops)} ops"] += 1
         if said := disagreement(case, seed):

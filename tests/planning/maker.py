@@ -38,6 +38,7 @@ class Maker:
     tensors: dict[str, TensorSpec] = field(default_factory=dict)
     weights: list[str] = field(default_factory=list)
     frozen: float = 0.0  # the share of weights that are not trained
+    breaks: list[int] = field(default_factory=list)  # numbers of the first ops of graphs but the first
     calm: bool = False  # statistics that go together as in a real network, instead of wildly different ones
 
     def tensor(
@@ -145,15 +146,22 @@ class Maker:
             "cross_entropy", OpClass.WIDE, (x, classes), (1,), saves=(classes,), private=4 * rows * width + 4
         )
 
+    def crossing(self, x: str) -> str:
+        """What the next graph is given of a tensor that this one returns."""
+        self._return(x)
+        shape, grad = self.tensors[x].shape, self.grad(x)
+        return self.tensor(f"input:{len(self.breaks)}.{x}", shape, kind=TensorKind.INPUT, grad=grad, base=x)
+
+    def _return(self, output: str) -> None:
+        self.tensors[output] = dataclasses.replace(self.tensors[output], is_output=True)
+
     def graph(self, output: str) -> OpGraph:
-        spec = self.tensors[output]
-        self.tensors[output] = TensorSpec(
-            id=spec.id, shape=spec.shape, dtype=spec.dtype, kind=spec.kind, requires_grad=spec.requires_grad,
-            base=spec.base, is_output=True,
-        )  # fmt: skip
+        self._return(output)
+        first = tuple(self.ops[k].id for k in (0, *self.breaks) if k < len(self.ops))
         size = sum(t.numel * 4 for t in self.tensors.values() if t.kind is TensorKind.PARAMETER)
         return OpGraph(model="Made", ops=tuple(self.ops), tensors=tuple(self.tensors.values()), parameter_bytes=size,
-                       gradient_bytes=size, optimizer_bytes=2 * size, input_bytes=64)  # fmt: skip
+                       gradient_bytes=size, optimizer_bytes=2 * size, input_bytes=64,
+                       first_ops=tuple(dict.fromkeys(first)))  # fmt: skip
 
     def _magnitudes(self, graph: OpGraph) -> tuple[dict[str, float], dict[str, float]]:
         """Root mean squares of values and of gradients: sums of what is added, and products that gain 0.25 to 1.25."""

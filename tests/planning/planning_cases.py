@@ -43,7 +43,8 @@ class Case:
 
 
 def random_graph(rng: np.random.Generator) -> tuple[Maker, OpGraph]:
-    """Three to eight ops, and a sum: linears, residual edges, views, copies, norms, in-place ops, many readers."""
+    """Three to eight ops, and a sum: linears, residual edges, views, copies, norms, in-place ops, many readers; some in
+    two graphs or three."""
     make = Maker(rng, frozen=0.1)
     width, rows = int(rng.integers(2, 6)), int(rng.integers(2, 6))
     shape = (rows, width)
@@ -53,6 +54,8 @@ def random_graph(rng: np.random.Generator) -> tuple[Maker, OpGraph]:
     linears = 0
     parting = np.random.default_rng([rng.bit_generator.seed_seq.entropy, 36])  # type: ignore[attr-defined]
     count = int(rng.integers(3, 9))
+    breaking = np.random.default_rng([rng.bit_generator.seed_seq.entropy, 38])  # type: ignore[attr-defined]
+    break_after = set(breaking.integers(count, size=int(breaking.integers(1, 3)))) if breaking.random() < 0.2 else ()
     split_after = int(parting.integers(count)) if parting.random() < 0.2 else -1
     for k in range(count):
         x = live[-1] if rng.random() < 0.6 else live[int(rng.integers(len(live)))]
@@ -86,6 +89,9 @@ def random_graph(rng: np.random.Generator) -> tuple[Maker, OpGraph]:
         else:
             out = make.op("gelu", OpClass.POINTWISE, (x,), shape, saves=(x,))
         live.append(out)
+        if k in break_after:
+            make.breaks.append(len(make.ops))
+            live = [make.crossing(t) if make.tensors[t].kind is TensorKind.ACTIVATION else t for t in live[-3:]]
         if k == split_after:
             live.append(through_parts(make, live[int(parting.integers(len(live)))], shape, parting))
     sums = np.random.default_rng([rng.bit_generator.seed_seq.entropy, 37])  # type: ignore[attr-defined]
