@@ -10,7 +10,6 @@ from torch import nn
 
 from autoprec.errors import InputError, NotCapturedError, PlanError
 from autoprec.execution.dispatch import RECOMPILE_LIMIT
-from autoprec.formats import TF32
 from autoprec.graphs import OpClass, OpGraph
 from autoprec.plans import Plan
 from autoprec.policies import Policy
@@ -25,7 +24,6 @@ __all__ = [
     "refuse_unscaled",
     "uncaptured",
     "unplanned",
-    "without_switches",
 ]
 
 
@@ -136,14 +134,3 @@ def refuse_unscaled(plan: Plan | None, policy: Policy, *, scaled: bool | None) -
             " autoprec.GradScaler(model=model); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()."
             " Or loss_scaling: {mode: regional} in the policy, which needs no scaler"
         )
-
-
-def without_switches(policy: Policy, backend: str, plan: Plan | None) -> Policy:
-    """The policy as a backend can run it: a compiled graph has no place for torch's switches around one product, so
-    there TF32 is no choice. Raises `InputError` where the plan, or a rule, wants it all the same."""
-    if backend == "eager":
-        return policy
-    if TF32.name in {r.pin for r in policy.rules} or (plan is not None and TF32.name in plan.formats_used()):
-        what = "a rule" if plan is None else "the plan"
-        raise InputError(f"{what} computes in tf32, which backend={backend!r} cannot switch op by op; use 'eager'")
-    return policy.replaced(formats=tuple(f for f in policy.formats if f != TF32.name))

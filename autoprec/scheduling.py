@@ -30,7 +30,7 @@ from autoprec.plans import AS_IS, KEPT, Assignment, Measurement, Plan, Storage
 from autoprec.policies import Budget, Policy, parse_budget
 from autoprec.profiles import Profile
 
-__all__ = ["PeakOf", "Scheduler"]
+__all__ = ["PeakOf", "Scheduler", "contest"]
 
 #: Bytes that a step takes under a plan, above what is held before it; None where nobody knows.
 PeakOf = Callable[[Plan], "int | None"]
@@ -150,7 +150,7 @@ class Scheduler:
         proposals = propose(self._question(None))
         if tournament.empty or (proposals.question.budget_bytes is None and len(proposals.all) == 1):
             return by_prediction(proposals)
-        return _contest(proposals, tournament)
+        return contest(proposals, tournament)
 
     def _question(
         self,
@@ -248,7 +248,7 @@ _TIGHTENINGS = 3
 _BUDGET_SLACK = 1.02
 
 
-def _contest(proposals: Proposals, tournament: Tournament) -> Plan:
+def contest(proposals: Proposals, tournament: Tournament) -> Plan:
     """Run the proposals. Where the solver's plan proves to break the budget, it is made again for as much less; where
     all of those do, the one that breaks it least stands."""
     budget, tried = proposals.question.budget_bytes, []

@@ -36,6 +36,7 @@ from autoprec.graphs import OpGraph
 from autoprec.loss_watch import LossWatch
 from autoprec.observing import Observations, describe_graph
 from autoprec.parts import Parts
+from autoprec.planning.rules import for_compiled
 from autoprec.plans import Event, Plan
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
@@ -93,7 +94,7 @@ class Session(Replanning, Resumable):
         self._model = weakref.ref(model)
         self.lowering = Lowering(backend)
         asked = policy if budget is None else policy.replaced(budget=budget)
-        self.policy = refusals.without_switches(asked, backend, plan)
+        self.policy = for_compiled(asked, plan) if self.lowering.compiles else asked
         self.plan = plan
         self._given_plan = plan is not None
         self._told: Plan | None = None  # the plan whose peak is as its compiled code tells it

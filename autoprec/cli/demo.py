@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autoprec.cli.output import progress_console, show
@@ -13,9 +11,6 @@ __all__ = ["show_demo"]
 
 def show_demo(*, as_json: bool) -> int:
     """Run the demo; 1 if a claim does not hold."""
-    # torch's profiler, which counts the peak, writes lines on stderr for each start and stop.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=progress_console(), transient=True) as bar:
         part = bar.add_task("loading torch", total=None)

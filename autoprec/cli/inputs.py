@@ -11,6 +11,7 @@ from autoprec.errors import DeviceError
 from autoprec.graphs import OpGraph
 from autoprec.planning.problem import optimizer_bytes
 from autoprec.planning.roofline import modelled_device
+from autoprec.planning.rules import for_compiled
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
 from autoprec.serial import datasheet_names, load_device, load_policy, read_profile
@@ -47,6 +48,8 @@ def read_inputs(profile: Path, policy: str, budget: str | None, device: Path | N
     graph = _with_optimizer(graph, chosen)
     if compiled is not None:
         graph = replace(graph, compiled=compiled)
+    if graph.compiled:
+        chosen = for_compiled(chosen)
     chosen.check_against(graph)
     own = memory_bytes if chosen.budget is None else None
     return Inputs(graph=graph, profile=seen, device=timings, policy=chosen, memory_bytes=own)

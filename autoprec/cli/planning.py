@@ -1,4 +1,5 @@
-"""`autoprec plan`, `explain` and `diff`: files in, a plan or what there is to say of it out. No torch."""
+"""`autoprec plan`, `explain` and `diff`: files in, a plan or what there is to say of it out. No torch, unless the plans
+are to run on a target."""
 
 from __future__ import annotations
 
@@ -6,11 +7,13 @@ from pathlib import Path
 
 from rich.text import Text
 
-from autoprec.cli.inputs import read_inputs
+from autoprec.cli.inputs import Inputs, read_inputs
 from autoprec.cli.output import show
 from autoprec.errors import InfeasibleError, InputError, PlanError, SolverError
 from autoprec.planning.cases import Case
 from autoprec.planning.planner import ask, by_prediction, propose
+from autoprec.planning.proposals import Proposals
+from autoprec.plans import Plan
 from autoprec.reporting.contestants import contestants_table
 from autoprec.reporting.differences import difference_tables, differences, differences_data
 from autoprec.reporting.memory import memory_data, memory_tables
@@ -29,10 +32,12 @@ def write_offline_plan(
     compiled: bool | None,
     out: Path | None,
     case_out: Path | None,
+    target: str | None,
     *,
     as_json: bool,
 ) -> int:
-    """Plan from a profile and timings; write the plan, and the problem if asked. Nothing is written without `out`."""
+    """Plan from a profile and timings; write the plan, and the problem if asked. Nothing is written without `out`. The
+    proposals run on the `target` if there is one, else the predictions decide."""
     if out is None and case_out is not None:
         raise InputError("--dry-run writes no file, and --save-case names one: give one of the two")
     if case_out is not None:
@@ -48,23 +53,42 @@ def write_offline_plan(
         if case_out is not None:  # then more than ever
             write_case(case_out, Case(problem=question.problem))
         raise
-    made, solution = by_prediction(proposals), proposals.best.solution
+    made, solution = _decided(target, given, proposals), proposals.best.solution
     if case_out is not None:
         found = solution.evaluation.objective
         write_case(case_out, Case(problem=proposals.problem, objective=found, gap=solution.gap))
     written = "nothing was written: this was a dry run"
     if out is not None:
         write_plan(out, made)
-        use = f"autoprec explain {out}, or autoprec.compile(model, plan={str(out)!r})"
+        how = ", backend='inductor'" if given.graph.compiled else ""
+        use = f"autoprec explain {out}, or autoprec.compile(model, plan={str(out)!r}{how})"
         case = "" if case_out is None else f"case     {case_out}\n"
         written = f"plan     {out}\n{case}next     {use}"
+    if given.graph.compiled and target is None:
+        written += f"\n{_NOT_COMPILED}"
     said = {
         "plan": None if out is None else str(out),
         "case": None if case_out is None else str(case_out),
         "dry_run": out is None,
     }
-    show({**said, **plan_data(made)}, summary(made), totals_table(made), Text(written), as_json=as_json)
+    tables = totals_table(made), *([] if target is None else [contestants_table(made)])
+    show({**said, **plan_data(made)}, summary(made), *tables, Text(written), as_json=as_json)
     return 0
+
+
+#: docs/measurements/lowering.md
+_NOT_COMPILED = (
+    "note     the peak is one without fusion: compiled, the step may take half of it, or a third more; --target TARGET"
+    " compiles the plans, and tells it from their code"
+)
+
+
+def _decided(target: str | None, given: Inputs, proposals: Proposals) -> Plan:
+    if target is None:
+        return by_prediction(proposals)
+    from autoprec.cli.contesting import contested
+
+    return contested(target, given, proposals)
 
 
 def show_plan(path: Path, op: str | None, why_not_format: str | None, *, memory: bool, as_json: bool) -> int:

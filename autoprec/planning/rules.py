@@ -9,17 +9,18 @@ from itertools import product
 from typing import Literal
 
 from autoprec.devices import Device
-from autoprec.errors import InfeasibleError
-from autoprec.formats import format_named
+from autoprec.errors import InfeasibleError, InputError
+from autoprec.formats import TF32, format_named
 from autoprec.graphs import Op, OpGraph, Role
 from autoprec.planning.globs import uncovered
 from autoprec.planning.options import decides, options_of, unit_options
 from autoprec.planning.pricing import Prices
 from autoprec.planning.roots import resolve_roots
+from autoprec.plans import Plan
 from autoprec.policies import Policy, Rule, nearest_op
 from autoprec.profiles import Profile
 
-__all__ = ["Finding", "RuleUse", "policy_findings", "rule_findings", "rule_uses"]
+__all__ = ["Finding", "RuleUse", "for_compiled", "policy_findings", "rule_findings", "rule_uses"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,15 @@ class RuleUse:
     decides: int
     first: bool
     shadowed_by: tuple[int, ...]
+
+
+def for_compiled(policy: Policy, plan: Plan | None = None) -> Policy:
+    """The policy as a compiled step can run it: a compiled graph has no place for torch's switches around one product,
+    so there TF32 is no choice. Raises `InputError` where a rule, or the plan, wants it all the same."""
+    if TF32.name in {r.pin for r in policy.rules} or (plan is not None and TF32.name in plan.formats_used()):
+        what = "a rule" if plan is None else "the plan"
+        raise InputError(f"{what} computes in tf32, which a compiled graph cannot switch op by op; use eager mode")
+    return policy.replaced(formats=tuple(f for f in policy.formats if f != TF32.name))
 
 
 # The policy alone ---------------------------------------------------------------------------------------------------

@@ -26,16 +26,21 @@ def plan(
     save_case: Annotated[
         Path | None, typer.Option("--save-case", metavar="FILE", help="JSON file for the problem, as replay reads it.")
     ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option("--target", metavar="TARGET", help="Run the plans on this model, here: file.py:function."),
+    ] = None,
     json: Json = False,
 ) -> int:
     """Decide the format of every op, from files alone.
 
-    Needs neither the model nor torch nor the device.
+    Needs neither the model nor torch nor the device. With --target the plans that may be adopted run a step of that
+    model against each other, compiled if they are to be, and what was measured decides.
     """
     from autoprec.cli.planning import write_offline_plan
 
     return write_offline_plan(
-        profile, policy, budget, device, compiled, None if dry_run else out, save_case, as_json=json
+        profile, policy, budget, device, compiled, None if dry_run else out, save_case, target, as_json=json
     )
 
 
