@@ -1,5 +1,6 @@
-"""Predicted against measured peak bytes of a training step. `python -m tests.memory_study [NAME ...]` prints the table;
-names are those below, or those of `tests.hf.architectures`.
+"""Predicted against measured peak bytes of a training step. `python -m tests.memory_study [NAME ...] [--compiled]
+[--plans PLAN ...]` prints the table; names are those below, or those of `tests.hf.architectures`. Of compiled steps the
+code tells what is predicted.
 
 Measured at the allocator: the highest of a forward and backward pass above what was held before, with gradients that
 are there already (as when they accumulate), so that it is the part of the step that precision can change. Predicted is
@@ -8,8 +9,8 @@ the plan's peak without parameters, gradients, optimizer state and inputs.
 
 from __future__ import annotations
 
+import argparse
 import copy
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoprec
+from autoprec.execution.lowering import Backend
 from autoprec.execution.measuring import peak_bytes
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.problem import fixed_bytes
@@ -146,7 +148,7 @@ class Peak:
         return self.predicted / self.measured if self.predicted and self.measured else None
 
 
-def peak_of(name: str, plan: str) -> Peak:
+def peak_of(name: str, plan: str, backend: Backend = "eager") -> Peak:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, batches, loss = WORKLOADS[name]() if name in WORKLOADS else architecture(name)
@@ -156,7 +158,9 @@ def peak_of(name: str, plan: str) -> Peak:
         policy = policy.replaced(formats=("fp32",), rules=())
     model = copy.deepcopy(model)
     try:
-        autoprec.compile(model, policy=policy, budget=budget, batches=batches, loss_fn=loss, events=None)
+        autoprec.compile(
+            model, policy=policy, budget=budget, batches=batches, loss_fn=loss, backend=backend, events=None
+        )
     except autoprec.InfeasibleError:
         return Peak(name, plan, None, None)
     session = autoprec.session(model)
@@ -217,25 +221,32 @@ def peaks_under(model: nn.Module, proposals: Proposals, choice: Choice, batch: T
     return measured, evaluation.peak_bytes - proposals.problem.fixed_bytes
 
 
-def peaks(names: Sequence[str], plans: Sequence[str] = tuple(PLANS)) -> Iterator[Peak]:
+def peaks(names: Sequence[str], plans: Sequence[str] = tuple(PLANS), backend: Backend = "eager") -> Iterator[Peak]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for name in names:
             for plan in plans:
-                yield peak_of(name, plan)
+                yield peak_of(name, plan, backend)
     finally:
         torch.set_num_threads(threads)
 
 
 def main() -> None:
-    print("workload      plan   predicted MB  measured MB  predicted/measured  measured/budget")
-    for p in peaks(sys.argv[1:] or list(WORKLOADS)):
+    parser = argparse.ArgumentParser(prog="python -m tests.memory_study")
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--plans", nargs="+", choices=PLANS, default=tuple(PLANS))
+    given = parser.parse_args()
+    backend: Backend = "inductor" if given.compiled else "eager"
+    print("workload      plan   predicted MB  measured MB  predicted/measured  measured/budget", flush=True)
+    for p in peaks(given.names or list(WORKLOADS), given.plans, backend):
         if p.predicted is None or p.measured is None:
             print(f"{p.workload:13} {p.plan:6} no plan fits")
             continue
         kept = f"{p.measured / p.budget:16.3f}" if p.budget else ""
-        print(f"{p.workload:13} {p.plan:6} {p.predicted / 1e6:12.3f} {p.measured / 1e6:12.3f} {p.ratio:19.3f} {kept}")
+        found = f"{p.predicted / 1e6:12.3f} {p.measured / 1e6:12.3f} {p.ratio:19.3f} {kept}"
+        print(f"{p.workload:13} {p.plan:6} {found}", flush=True)
 
 
 if __name__ == "__main__":

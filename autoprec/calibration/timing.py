@@ -16,6 +16,7 @@ from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from autoprec.calibration.structure import TensorMeta, TimingCase, tensors_of
@@ -27,7 +28,7 @@ from autoprec.numerics.contractions import weighted_product
 from autoprec.numerics.dtypes import dtype_of, native_formats
 from autoprec.numerics.gemm import matmul
 from autoprec.numerics.lean import lean
-from autoprec.numerics.norms import norm
+from autoprec.numerics.norms import layer_norm, norm
 from autoprec.numerics.packing import Packed, decode, encode
 from autoprec.numerics.specs import NORM_SIGNATURE, fit_scalars, gemm_spec, norm_call
 from autoprec.numerics.switches import fp32_arithmetic
@@ -407,12 +408,12 @@ def _callable(
         if call is not None:
             x, *others = (named.get(n) for n in ("input", "weight", "bias", "running_mean", "running_var"))
             return lambda: norm(x, *others, call), leaves, given
-    target = node.target
+    target = layer_norm if node.target is F.layer_norm and fmt != "fp32" else node.target
     if op.functional:
         target, args, kwargs = out_of_place(op.kind, target, args, kwargs)
     if fmt != "fp32":
         target = lean(target)
-    if op.op_class is OpClass.LOOKUP and fmt != "fp32":
+    if (op.op_class is OpClass.LOOKUP or op.kind in ("rms_norm", "instance_norm")) and fmt != "fp32":
         return lambda: target(*args, **kwargs).to(dtype), leaves, given
     if isinstance(target, str):
         return lambda: getattr(args[0], target)(*args[1:], **kwargs), leaves, given

@@ -79,6 +79,11 @@ def _added(uses: tuple[Use, ...]) -> tuple[Use, ...]:
     return (*(replace(use, shared_until=NEVER, instead=(None, use.moment)) for use in uses), there)
 
 
+#: Kinds that send the gradient that arrives, or views of it. All others make one for each place in which they read a
+#: tensor, also where that is one tensor.
+_PASSING_ON = {"add", "sub", "cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack"}
+
+
 class _Senders:
     def __init__(
         self,
@@ -115,7 +120,7 @@ class _Senders:
         return self.readers
 
     def _sent(self, members: list[TensorSpec]) -> tuple[Use, ...]:
-        graph, specs, found = self.graph, self.graph.tensor_by_id, dict[Use, None]()
+        graph, specs, found, times = self.graph, self.graph.tensor_by_id, dict[Use, None](), dict[Use, int]()
         for t in members:
             if t.gets_gradient:
                 entered = self.crossing[t.id].returned if t.id in self.crossing else self.last
@@ -133,8 +138,11 @@ class _Senders:
                         continue  # the gradient of a view is one of the tensor, sent by the readers of the view
                     if parts and specs[parts[0]].numel > t.numel:
                         unit = sent_in(self.readers[parts[0]], unit)
-                found[Use(moment=self.moment[op.id], unit=unit)] = None
-        uses = sorted(found, key=lambda use: use.moment)
+                use = Use(moment=self.moment[op.id], unit=unit)
+                found[use] = None
+                if op.kind not in _PASSING_ON:
+                    times[use] = times.get(use, 0) + op.inputs.count(t.id)
+        uses = [use for use in sorted(found, key=lambda use: use.moment) for _ in range(times.get(use, 1))]
         if uses and uses[-1].shared_until is None and graph.ops[uses[-1].moment].kind == "sum":
             until = uses[-2].moment if len(uses) > 1 else NEVER  # it sends a view, until another is added to that
             uses[-1] = replace(uses[-1], shared_until=until)

@@ -56,7 +56,7 @@ class OpNode(Decided):
     Attributes:
         node: the fx node.
         id, kind, op_class, fqn: as in `graphs.Op`.
-        inputs: (argument node, tensor id) for every tensor argument, in order.
+        inputs: (argument node, tensor id) for every tensor argument, in order; twice for what is read in two places.
         outputs: ids of what it returns.
         weights: FQNs of the parameters among its arguments.
         inplace: the node whose memory it changes, None if none or if it can run out of place (`functional`).
@@ -268,7 +268,9 @@ class _Walk:
     def _visit_call(self, node: fx.Node, value: Any) -> None:
         results = [v for v in value if isinstance(v, torch.Tensor)] if isinstance(value, (tuple, list)) else [value]
         results = [v for v in results if isinstance(v, torch.Tensor)]
-        arguments = [n for n in node.all_input_nodes if n in self.tensor_id]
+        arguments: list[fx.Node] = []  # in each place, also where two have the same
+        fx.node.map_arg((node.args, node.kwargs), arguments.append)
+        arguments = [n for n in arguments if n in self.tensor_id]
         changed = inplace_target(node)
         floats = [v for v in results if v.is_floating_point() or v.is_complex()]
         read_floats = [n for n in arguments if n.meta["example_value"].is_floating_point()]
