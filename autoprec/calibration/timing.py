@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from autoprec.calibration.structure import TensorMeta, TimingCase, tensors_of
 from autoprec.devices import CastTiming, Device, NoKernel, OpTiming
-from autoprec.execution.measuring import releasing_workspace_bytes, workspace_bytes
+from autoprec.execution.measuring import Arrives, releasing_workspace_bytes, workspace_bytes
 from autoprec.formats import is_operands_only, is_scaled, result_format
 from autoprec.graphs import OpClass, Role
 from autoprec.numerics.contractions import weighted_product
@@ -270,18 +270,26 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
     # Gradients arrive in the order of the results.
     arriving = [torch.randn_like(y.detach(), dtype=torch.float32).to(y.dtype) for y in ends]
 
-    def backward(ends: Sequence[Tensor], wanted: Sequence[Tensor], *, release: bool = False) -> Callable[[], object]:
+    def backward(ends: Sequence[Tensor], wanted: Sequence[Tensor]) -> Callable[[], object]:
         live = [t for t in wanted if t.requires_grad]
         if not live:
             return lambda: None
-        return lambda: torch.autograd.grad(ends, live, arriving, retain_graph=not release, allow_unused=True)
+        return lambda: torch.autograd.grad(ends, live, arriving, retain_graph=True, allow_unused=True)
 
     @torch.enable_grad()
     def once_more() -> list[Tensor]:
         return _differentiated(case, forward())
 
     def backward_workspace() -> int:
-        return releasing_workspace_bytes(once_more, lambda e, release: backward(e, leaves, release=release)(), device)
+        def run(made: Sequence[Tensor], release: bool) -> object:
+            with torch.enable_grad():
+                end = Arrives.apply(arriving, *made)
+            live = [t for t in leaves if t.requires_grad]
+            if not live:
+                return None
+            return torch.autograd.grad(end, live, end.detach(), retain_graph=not release, allow_unused=True)
+
+        return max(0, releasing_workspace_bytes(once_more, run, device) - sum(g.nbytes for g in arriving))
 
     def backward_alone(wanted: Sequence[Tensor]) -> Callable[[], object]:
         """Of a graph in which nothing else takes a gradient: an autograd.Function makes every one that was ever

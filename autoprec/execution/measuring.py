@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 __all__ = [
+    "Arrives",
     "Seconds",
     "at_the_turn",
     "held_bytes",
@@ -95,6 +96,22 @@ def workspace_bytes(run: Callable[[], object], device: torch.device) -> int:
     """Bytes that `run` holds for a moment at its peak, beside what its result and what belongs to it go on holding."""
     highest, left = _highest_and_left(run, device)
     return max(0, highest - max(0, left))
+
+
+class Arrives(torch.autograd.Function):
+    """Of some tensors a result without elements, whose gradient sends these: gradients that nobody else holds, as in a
+    step. An op that is several of torch's lets go of them before its peak."""
+
+    @staticmethod
+    def forward(ctx: Any, arriving: Sequence[Tensor], *ends: Tensor) -> Tensor:
+        """`arriving`: what is sent to the ends, in their order."""
+        ctx.arriving = arriving
+        return ends[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Copies."""
+        return None, *(g.clone() for g in ctx.arriving)
 
 
 def releasing_workspace_bytes(make: Callable[[], T], use: Callable[[T, bool], object], device: torch.device) -> int:
