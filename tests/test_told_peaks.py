@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import autoprec
 from autoprec.execution.measuring import peak_bytes
+from autoprec.planning.problem import fixed_bytes
 from autoprec.plans import Plan
 from autoprec.serial import read_plan, write_plan
 from tests.test_replanning import Training, policy
@@ -146,6 +147,39 @@ def test_of_one_that_waits_for_its_compiler_when_it_takes_over() -> None:
     run.steps(1)
     told, measured = run.told_and_measured()
     assert told == pytest.approx(measured, rel=0.05) and abs(as_it_is[0] / measured - 1.0) > 0.05
+
+
+class Caches(Gates):
+    """Gives back what nobody differentiates: the code is given zeros for it, and lets go of them."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), torch.cat([self.up(x)] * 6, -1)
+
+
+def test_of_a_model_that_gives_back_what_nobody_differentiates() -> None:
+    torch._dynamo.reset()
+    model, x = Caches(False), torch.ones(1024, 16)
+
+    def step() -> None:
+        model(x)[0].square().mean().backward()
+        session.step()
+
+    autoprec.compile(
+        model,
+        policy=policy(formats=("fp32", "bf16")),
+        batches=[x, x],
+        loss_fn=lambda m, b: m(b)[0].square().mean(),
+        backend="inductor",
+        events=None,
+    )
+    session = autoprec.session(model)
+    assert session.plan is not None and session.plan.predicted is not None and session.graph is not None
+    step()
+    step()  # observed
+    measured = peak_bytes(step, CPU)
+    assert session.plan.predicted.peak_bytes - fixed_bytes(session.graph) == pytest.approx(measured, rel=0.02)
+    (made,) = [m for m in session.lowering.compiled if m.plan == session.plan.fingerprint]
+    assert made.peak_bytes is not None and made.peak_bytes > 1.05 * measured  # if they came back to all
 
 
 def test_a_run_that_goes_on_has_what_was_told() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -109,9 +110,20 @@ class Inductor:
                 seconds=time.perf_counter() - begin,
                 kept=partitioner.kept,
                 passes=_predicted(passes, partitioner.outputs),
+                told=cache(partial(self._told, passes, partitioner.outputs)),
             )
         )
         return run
+
+    def _told(self, passes: Sequence[_Pass], outputs: int | None, entering: frozenset[int]) -> PassBytes | None:
+        """What the passes hold where gradients come back to these outputs alone: for the others the code is given zeros
+        that it may let go of."""
+        (results,) = self._binding.template.module.graph.output_node().args
+        values = [n.meta.get("example_value") if isinstance(n, fx.Node) else None for n in results]
+        sent = [i for i, y in enumerate(values) if isinstance(y, Tensor) and y.requires_grad]
+        given = {f"{_GIVEN}{k}" for k, i in enumerate(sent, 1) if i in entering}
+        count = sum(n.startswith(_GIVEN) for p in passes[1:] for n in p.names)
+        return _predicted(passes, outputs, given if count == len(sent) else None)
 
     def _narrow(self) -> dict[str, Narrow]:
         """The tensors that the plan does not keep as they are."""
@@ -172,9 +184,12 @@ class _Pass(NamedTuple):
     results: Sequence[str]
 
 
-def _predicted(passes: Sequence[_Pass], outputs: int | None) -> PassBytes | None:
+def _predicted(
+    passes: Sequence[_Pass], outputs: int | None, entering: Container[str] | None = None
+) -> PassBytes | None:
     """Of the forward pass, the first of them, and of the backward pass if there is one; None where that is not known.
-    `outputs`: how many of the first results are no tensors kept for the backward pass; None: all."""
+    `outputs`: how many of the first results are no tensors kept for the backward pass; None: all. `entering`: which of
+    the gradients that the backward pass is given come from outside; None: all."""
     forward = passes[0]
     run = dry_run(forward.code, forward.inputs, [not n.startswith(_INPUT) for n in forward.names], outputs)
     if run is None:
@@ -183,14 +198,15 @@ def _predicted(passes: Sequence[_Pass], outputs: int | None) -> PassBytes | None
     own = dict(zip(forward.results, run.own, strict=False))  # a name for each, or the rest is whoever's
     for backward in passes[1:]:
         # What the forward pass kept, copies of inputs in another layout among it, is the backward pass's to let go of.
-        # The gradients that it is given are there until it is over: a replay of the step needs them.
-        owned = [own.get(n, not n.startswith((_INPUT, _GIVEN))) for n in backward.names]
+        # The gradients that come from outside are there until it is over: a replay of the step needs them.
+        stay = {n for n in backward.names if n.startswith(_GIVEN) and (entering is None or n in entering)}
+        owned = [own.get(n, n not in stay and not n.startswith(_INPUT)) for n in backward.names]
         mine = [mine and n not in forward.results[:outputs] for n, mine in zip(backward.names, owned, strict=True)]
         alone = dry_run(backward.code, backward.inputs, owned)
         beside = alone if mine == owned else dry_run(backward.code, backward.inputs, mine)
         if alone is None or beside is None:
             return None
-        given = _bytes(x for n, x in zip(backward.names, backward.inputs, strict=True) if n.startswith(_GIVEN))
+        given = _bytes(x for n, x in zip(backward.names, backward.inputs, strict=True) if n in stay)
         found = replace(
             found,
             entering=given,

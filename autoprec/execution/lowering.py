@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
@@ -71,7 +71,8 @@ class Compiled:
         plan: fingerprint of the plan, "" for the graph as it was captured.
         seconds: that it took, forward and backward.
         kept: see there; empty for a graph without backward pass.
-        passes: see there; None where that is not known.
+        passes: see there, where gradients come back to all outputs; None where that is not known.
+        told: the same, where they come back to these alone.
     """
 
     first_op: str
@@ -79,6 +80,7 @@ class Compiled:
     seconds: float
     kept: tuple[KeptTensor, ...]
     passes: PassBytes | None = None
+    told: Callable[[frozenset[int]], PassBytes | None] = field(default=lambda _: None, compare=False, repr=False)
 
     @property
     def kept_bytes(self) -> int:

@@ -230,7 +230,7 @@ def told_peak(calls: Sequence[CallRecord], runners: Sequence[Runner], loss_bytes
     turned = False
     for i, forward in _order(calls):
         made = runners[i].compiled
-        if len(made) != 1 or (passes := made[0].passes) is None:
+        if len(made) != 1 or (passes := made[0].told(frozenset(calls[i].output_gradients))) is None:
             return None
         if forward:
             most = max(most, held + passes.forward)
