@@ -223,7 +223,7 @@ def test_explain_has_a_row_for_each_op_and_the_totals(plan: Path, run: Run) -> N
     made = read_plan(plan)
     for op in {a.op for a in made.assignments}:
         assert op in out
-    words = "output", "grad_input", "grad_weight", "kept as", "fp8_e4m3", "exceed its limit", "budget", "binding", "gap"
+    words = "output", "grad_input", "grad_weight", "kept as", "bf16", "exceed its limit", "budget", "binding", "gap"
     for word in words:
         assert word in out
 

@@ -109,21 +109,18 @@ class Inductor:
                 plan="" if self._plan is None else self._plan.fingerprint,
                 seconds=time.perf_counter() - begin,
                 kept=partitioner.kept,
-                passes=_predicted(passes, partitioner.outputs),
-                told=cache(partial(self._told, passes, partitioner.outputs)),
+                told=cache(partial(_told, passes, partitioner.outputs, self._differentiable)),
             )
         )
         return run
 
-    def _told(self, passes: Sequence[_Pass], outputs: int | None, entering: frozenset[int]) -> PassBytes | None:
-        """What the passes hold where gradients come back to these outputs alone: for the others the code is given zeros
-        that it may let go of."""
+    @property
+    def _differentiable(self) -> list[int]:
+        """Outputs to which a gradient may come back."""
         (results,) = self._binding.template.module.graph.output_node().args
+        assert isinstance(results, (tuple, list))
         values = [n.meta.get("example_value") if isinstance(n, fx.Node) else None for n in results]
-        sent = [i for i, y in enumerate(values) if isinstance(y, Tensor) and y.requires_grad]
-        given = {f"{_GIVEN}{k}" for k, i in enumerate(sent, 1) if i in entering}
-        count = sum(n.startswith(_GIVEN) for p in passes[1:] for n in p.names)
-        return _predicted(passes, outputs, given if count == len(sent) else None)
+        return [i for i, y in enumerate(values) if isinstance(y, Tensor) and y.requires_grad]
 
     def _narrow(self) -> dict[str, Narrow]:
         """The tensors that the plan does not keep as they are."""
@@ -182,6 +179,16 @@ class _Pass(NamedTuple):
     inputs: Sequence[Any]
     names: Sequence[str]
     results: Sequence[str]
+
+
+def _told(
+    passes: Sequence[_Pass], outputs: int | None, differentiable: Sequence[int], entering: frozenset[int] | None
+) -> PassBytes | None:
+    """`Compiled.told`: for outputs to which no gradient comes back the code is given zeros, and lets go of them."""
+    count = sum(n.startswith(_GIVEN) for p in passes[1:] for n in p.names)
+    if entering is None or count != len(differentiable):
+        return _predicted(passes, outputs)
+    return _predicted(passes, outputs, {f"{_GIVEN}{k}" for k, i in enumerate(differentiable, 1) if i in entering})
 
 
 def _predicted(

@@ -71,16 +71,15 @@ class Compiled:
         plan: fingerprint of the plan, "" for the graph as it was captured.
         seconds: that it took, forward and backward.
         kept: see there; empty for a graph without backward pass.
-        passes: see there, where gradients come back to all outputs; None where that is not known.
-        told: the same, where they come back to these alone.
+        told: what its passes hold where gradients come back to these outputs alone (None: to all); None where that is
+            not known.
     """
 
     first_op: str
     plan: str
     seconds: float
     kept: tuple[KeptTensor, ...]
-    passes: PassBytes | None = None
-    told: Callable[[frozenset[int]], PassBytes | None] = field(default=lambda _: None, compare=False, repr=False)
+    told: Callable[[frozenset[int] | None], PassBytes | None] = field(default=lambda _: None, compare=False, repr=False)
 
     @property
     def kept_bytes(self) -> int:
@@ -88,9 +87,14 @@ class Compiled:
         return sum(t.bytes for t in self.kept)
 
     @property
+    def passes(self) -> PassBytes | None:
+        """What they hold where gradients come back to all outputs."""
+        return self.told(None)
+
+    @property
     def peak_bytes(self) -> int | None:
         """Most that one of the passes holds."""
-        return None if self.passes is None else max(self.passes.forward, self.passes.backward)
+        return None if (passes := self.passes) is None else max(passes.forward, passes.backward)
 
 
 class Runner(Protocol):

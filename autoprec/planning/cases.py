@@ -161,7 +161,10 @@ class _Check:
             raise InputError(what, at=(*at, "seconds"))
 
     def use(self, at: At, use: Use) -> None:
-        self.index((*at, "moment"), use.moment, self.ops, "moment")
+        # What crosses a graph break is held, as if it were read, until the step is over.
+        self.index(
+            (*at, "moment"), use.moment, 2 * self.ops if "readers" in at and use.unit is None else self.ops, "moment"
+        )
         self.unit_index((*at, "unit"), use.unit)
         self.unit_index((*at, "copied"), use.copied)
         self.backward_moment((*at, "kept_from"), use.kept_from)

@@ -346,7 +346,8 @@ class _Builder:
                 ends = (self.last,) if crosses is None else (crosses.returned, over)
                 for end in ends:
                     note(readers, spec.id, Use(moment=end, unit=None))
-        return readers, {root: uses for root, uses in savers.items() if uses}
+        in_order = {t: sorted(uses, key=lambda use: use.moment) for t, uses in readers.items()}
+        return in_order, {root: uses for root, uses in savers.items() if uses}
 
     # Checkpoints
 

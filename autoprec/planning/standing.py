@@ -35,7 +35,8 @@ def standing(graph: OpGraph, roots: Roots, end: int) -> Iterator[Standing]:
     for t in graph.tensors:
         if t.gets_gradient:
             first = crossing[t.id].sent if t.id in crossing else (end + 1) // 2
-            yield Standing(what="gradients of the outputs", first=first, last=end, bytes=4 * t.numel)
+            if first <= end:  # after the backward pass of a first graph of one op there is nothing more
+                yield Standing(what="gradients of the outputs", first=first, last=end, bytes=4 * t.numel)
     starts = sorted(moment[op] for op in graph.first_ops if op in moment)
     known: set[str] = set()
     for op in reversed(graph.ops if graph.compiled else ()):

@@ -140,16 +140,17 @@ class Tabulated(PartTables):
         rooms = self._rooms(fixed, [u for u in uses if u >= 0 and u not in fixed])
         for k, room in enumerate(rooms):
             there = {*fixed, *room}
-            readers, savers, senders = (
-                [u for u in group if self.decisions.of(u.unit) < 0 or self.decisions.of(u.unit) in there]
+            readers, savers, sending = (
+                [(n, u) for n, u in enumerate(group)
+                 if self.decisions.of(u.unit) < 0 or self.decisions.of(u.unit) in there]
                 for group in (t.readers, t.savers, t.gradient_readers)
-            )
-            sums = [n for n, u in enumerate(senders) if u is not t.gradient_readers[-1]
-                    and self._belongs(u, there, rooms[:k], fixed)]  # fmt: skip
-            senders = [self._known(u, there) for u in senders]
-            savers = [u for u in savers if u.copied is None or self.decisions.of(u.copied) < 0
+            )  # fmt: skip
+            last = len(t.gradient_readers) - 1  # an op that reads it twice sends twice: equal uses
+            sums = [i for i, (n, u) in enumerate(sending) if n < last and self._belongs(u, there, rooms[:k], fixed)]
+            senders = [self._known(u, there) for _, u in sending]
+            keeping = [u for _, u in savers if u.copied is None or self.decisions.of(u.copied) < 0
                       or self.decisions.of(u.copied) in there]  # fmt: skip
-            self._one_table(t, storage, readers, savers, senders, sums, len(rooms))
+            self._one_table(t, storage, [u for _, u in readers], keeping, senders, sums, len(rooms))
 
     def _known(self, use: Use, there: set[int]) -> Use:
         """A use as far as a table tells: less is held where it does not have the other term of a sum."""
