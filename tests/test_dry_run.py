@@ -181,7 +181,7 @@ def test_gradients_of_a_graph_are_added_when_its_backward_pass_is_over() -> None
         (end - moment[f"layers.{k}:linear#0"], end - moment[first[k >= 3]], size) for k in reversed(range(6))
     ]
     ops = (dataclasses.replace(op, weights=graph.ops[0].weights) if op.weights else op for op in graph.ops)
-    found = standing(dataclasses.replace(graph, ops=tuple(ops)), resolve_roots(graph), end)
+    found = standing(dataclasses.replace(graph, ops=tuple(ops)), resolve_roots(graph), {}, end)
     first_back = end - moment["layers.5:linear#0"]
     assert [(s.first, s.bytes) for s in found if "weights" in s.what] == [(first_back, size)]
 

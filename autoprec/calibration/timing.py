@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from autoprec.calibration.structure import TensorMeta, TimingCase, tensors_of
 from autoprec.devices import CastTiming, Device, NoKernel, OpTiming
-from autoprec.execution.measuring import Arrives, releasing_workspace_bytes, workspace_bytes
+from autoprec.execution.measuring import backward_workspace_bytes, workspace_bytes
 from autoprec.formats import is_operands_only, is_scaled, result_format
 from autoprec.graphs import OpClass, Role
 from autoprec.numerics.contractions import weighted_product
@@ -280,17 +280,6 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
     def once_more() -> list[Tensor]:
         return _differentiated(case, forward())
 
-    def backward_workspace() -> int:
-        def run(made: Sequence[Tensor], release: bool) -> object:
-            with torch.enable_grad():
-                end = Arrives.apply(arriving, *made)
-            live = [t for t in leaves if t.requires_grad]
-            if not live:
-                return None
-            return torch.autograd.grad(end, live, end.detach(), retain_graph=not release, allow_unused=True)
-
-        return max(0, releasing_workspace_bytes(once_more, run, device) - sum(g.nbytes for g in arriving))
-
     def backward_alone(wanted: Sequence[Tensor]) -> Callable[[], object]:
         """Of a graph in which nothing else takes a gradient: an autograd.Function makes every one that was ever
         wanted."""
@@ -305,7 +294,7 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
         roles[Role.GRAD_INPUT] = backward(ends, leaves)
     if len(roles) > 1:
         if case.op.gemm is None:
-            held[Role.GRAD_INPUT] = backward_workspace()
+            held[Role.GRAD_INPUT] = backward_workspace_bytes(once_more, leaves, arriving, device)
         else:
             held |= {role: workspace_bytes(run, device) for role, run in roles.items() if role is not Role.OUTPUT}
         if case.op.kind in GROUPED and fmt == "fp32":  # may give both gradients, whichever is wanted
@@ -318,7 +307,7 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
         runs=runs,
         private_bytes=private,
         workspace=held,
-        backward_workspace=backward_workspace(),
+        backward_workspace=backward_workspace_bytes(once_more, leaves, arriving, device),
         forward=once if is_repeatable(case.op.kind) else None,
     )
 

@@ -18,9 +18,9 @@ from torch import Tensor
 T = TypeVar("T")
 
 __all__ = [
-    "Arrives",
     "Seconds",
     "at_the_turn",
+    "backward_workspace_bytes",
     "held_bytes",
     "mark_gradient",
     "mark_outputs",
@@ -98,22 +98,6 @@ def workspace_bytes(run: Callable[[], object], device: torch.device) -> int:
     return max(0, highest - max(0, left))
 
 
-class Arrives(torch.autograd.Function):
-    """Of some tensors a result without elements, whose gradient sends these: gradients that nobody else holds, as in a
-    step. An op that is several of torch's lets go of them before its peak."""
-
-    @staticmethod
-    def forward(ctx: Any, arriving: Sequence[Tensor], *ends: Tensor) -> Tensor:
-        """`arriving`: what is sent to the ends, in their order."""
-        ctx.arriving = arriving
-        return ends[0].new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        """Copies."""
-        return None, *(g.clone() for g in ctx.arriving)
-
-
 def releasing_workspace_bytes(make: Callable[[], T], use: Callable[[T, bool], object], device: torch.device) -> int:
     """The same of `use(make(), True)`, which lets go of what was made, as a backward pass of several nodes does one by
     one. `use(…, False)` lets go of nothing: what it leaves is what its result holds."""
@@ -131,6 +115,36 @@ def releasing_workspace_bytes(make: Callable[[], T], use: Callable[[T, bool], ob
     _, events = _profiled(both)
     begin = max(k for k, (name, _) in enumerate(events) if name == _MADE)
     return max(0, _highest(size for _, size in events[begin:]) - max(0, left))
+
+
+class _Arrives(torch.autograd.Function):
+    """Of some tensors a result without elements, whose gradient sends these: gradients that nobody else holds."""
+
+    @staticmethod
+    def forward(ctx: Any, arriving: Sequence[Tensor], *ends: Tensor) -> Tensor:
+        ctx.arriving = arriving
+        return ends[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(g.clone() for g in ctx.arriving)
+
+
+def backward_workspace_bytes(
+    make: Callable[[], Sequence[Tensor]], leaves: Iterable[Tensor], arriving: Sequence[Tensor], device: torch.device
+) -> int:
+    """Of the backward pass from what `make` makes to the leaves, into which copies of `arriving` come that nobody else
+    holds, as in a step: an op that is several of torch's lets go of them, and of what it kept, before its peak."""
+    live = [t for t in leaves if t.requires_grad]
+    if not live:
+        return 0
+
+    @torch.enable_grad()
+    def run(made: Sequence[Tensor], release: bool) -> object:
+        end = _Arrives.apply(arriving, *made)
+        return torch.autograd.grad(end, live, end.detach(), retain_graph=not release, allow_unused=True)
+
+    return max(0, releasing_workspace_bytes(make, run, device) - sum(g.nbytes for g in arriving))
 
 
 @_no_collection()

@@ -127,9 +127,11 @@ class _Check:
             self.part((*at, "part_of"), t, t.part_of)
         self.index((*at, "stored_by", 0), t.stored_by[0], max(self.ops, 1), "moment")
         self.unit_index((*at, "stored_by", 1), t.stored_by[1])
-        for name in ("readers", "savers", "gradient_readers"):
+        for k, use in enumerate(t.readers):  # what crosses a graph break is held, as if read, until the step is over
+            self.use((*at, "readers", k), use, 2 * self.ops if use.unit is None else self.ops)
+        for name in ("savers", "gradient_readers"):
             for k, use in enumerate(getattr(t, name)):
-                self.use((*at, name, k), use)
+                self.use((*at, name, k), use, self.ops)
         self.indices((*at, "masks"), t.masks, self.ops, "moment")
         self.indices((*at, "gemms"), t.gemms, len(self.problem.gemms), "GEMM")
         for k, saver in enumerate(t.others):
@@ -160,11 +162,8 @@ class _Check:
             what = f"there are no seconds in {missing[0]}, in which the tensor may be born"
             raise InputError(what, at=(*at, "seconds"))
 
-    def use(self, at: At, use: Use) -> None:
-        # What crosses a graph break is held, as if it were read, until the step is over.
-        self.index(
-            (*at, "moment"), use.moment, 2 * self.ops if "readers" in at and use.unit is None else self.ops, "moment"
-        )
+    def use(self, at: At, use: Use, moments: int) -> None:
+        self.index((*at, "moment"), use.moment, moments, "moment")
         self.unit_index((*at, "unit"), use.unit)
         self.unit_index((*at, "copied"), use.copied)
         self.backward_moment((*at, "kept_from"), use.kept_from)

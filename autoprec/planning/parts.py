@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoprec.graphs import Op, OpGraph, Role, TensorKind, TensorSpec
-from autoprec.planning.breaks import crossings
+from autoprec.planning.breaks import Crossing
 from autoprec.planning.phases import NEVER
 from autoprec.planning.roots import Roots
 from autoprec.planning.uses import Use
@@ -58,12 +58,14 @@ def senders(
     graph: OpGraph,
     roots: Roots,
     parts: Parts,
+    crossing: Mapping[str, Crossing],
     unit_of: Mapping[tuple[str, Role], int],
     born: Callable[[str], int | None],
 ) -> dict[str, tuple[Use, ...]]:
     """Activation, of this or of another graph, or part → the readers that send its gradient, in forward order; nothing
-    for those that have none. `unit_of`: the unit of an op's role; `born`: that in whose format a root is born."""
-    return _Senders(graph, roots, parts, unit_of, born).found()
+    for those that have none. `crossing`: outputs that cross graph breaks; `unit_of`: the unit of an op's role; `born`:
+    that in whose format a root is born."""
+    return _Senders(graph, roots, parts, crossing, unit_of, born).found()
 
 
 def sent_in(readers: Sequence[Use], born: int | None) -> int | None:
@@ -90,13 +92,14 @@ class _Senders:
         graph: OpGraph,
         roots: Roots,
         parts: Parts,
+        crossing: Mapping[str, Crossing],
         unit_of: Mapping[tuple[str, Role], int],
         born: Callable[[str], int | None],
     ) -> None:
-        self.graph, self.roots, self.parts, self.unit_of, self.born = graph, roots, parts, unit_of, born
+        self.graph, self.roots, self.parts, self.crossing = graph, roots, parts, crossing
+        self.unit_of, self.born = unit_of, born
         self.moment = {op.id: i for i, op in enumerate(graph.ops)}
         self.last = len(graph.ops) - (0 if graph.loss_bytes else 1)
-        self.crossing = crossings(graph, roots, 2 * self.last + 1)
         self.readers: dict[str, tuple[Use, ...]] = {}
 
     def found(self) -> dict[str, tuple[Use, ...]]:

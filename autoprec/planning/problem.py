@@ -153,7 +153,7 @@ class _Builder:
         self.nodes = (*backward, *kink_nodes(flow, self.activations, forward, passing), *forward, *rounded)
         self.variances = 2 * flow.gradients
         made_on = device if policy.storage.recompute else None
-        self.senders = senders(graph, self.roots, self.parts, self.unit_of, self._born)
+        self.senders = senders(graph, self.roots, self.parts, self.crossing, self.unit_of, self._born)
         self.stores = Stores(flow, self.weighted, passing, self.workspaces, made_on, banned)
 
     def build(self, budget_bytes: int | None) -> Problem:
@@ -202,7 +202,7 @@ class _Builder:
             constant_seconds=constant,
             fixed_bytes=fixed_bytes(graph) - sum(4 * graph.tensor_by_id[t].numel for t in self.frozen),
             private=private,
-            standing=tuple(standing(graph, self.roots, 2 * self.last + 1)),
+            standing=tuple(standing(graph, self.roots, self.crossing, self._backward(0))),
             workspace=tuple(self._fixed_workspace()),
             replacements=tuple(self.stores.replacements(tensors)),
             loss_limit=loss_limit,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from autoprec.graphs import Op, OpGraph, TensorKind
-from autoprec.planning.breaks import crossings
+from autoprec.planning.breaks import Crossing
 from autoprec.planning.roots import Roots
 from autoprec.planning.values import Standing
 
@@ -24,14 +24,13 @@ def _bytes(weights: Iterable[str], graph: OpGraph) -> int:
     return sum(4 * spec.numel for spec in specs if spec is not None and spec.requires_grad)
 
 
-def standing(graph: OpGraph, roots: Roots, end: int) -> Iterator[Standing]:
+def standing(graph: OpGraph, roots: Roots, crossing: Mapping[str, Crossing], end: int) -> Iterator[Standing]:
     """The gradients that enter at the outputs, kept until the step is over, to replay it: from the turn, or from when
     another graph sends them; those of parameters that several ops read; and those of the weights of a compiled graph,
     which it gives all at once. `end` is the last moment."""
     moment = {op.id: i for i, op in enumerate(graph.ops)}
     if not graph.compiled:
         yield from _of_several(graph, roots, end)
-    crossing = crossings(graph, roots, end)
     for t in graph.tensors:
         if t.gets_gradient:
             first = crossing[t.id].sent if t.id in crossing else (end + 1) // 2
