@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +39,60 @@ class One(nn.Module):
     ids=["mul", "div", "maximum", "where", "matmul", "cat", "add"],
 )
 def test_what_is_read_in_two_places_gets_two_gradients(op: Callable[[Tensor], Tensor], plan: str) -> None:
+    batches = [torch.randn(4, 256, 16) for _ in range(3)]
+    predicted, measured = predicted_and_measured(One(op), batches, lambda m, x: m(x), plan)
+    assert abs(predicted / measured - 1.0) <= 0.02, (predicted, measured)
+
+
+class _Tempered(torch.autograd.Function):
+    """A function of a user's with tensors of its own on the way there and back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.logsumexp(torch.cat([x, 2.0 * x], -1), -1)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        a, b = torch.softmax(torch.cat([x, 2.0 * x], -1), -1).chunk(2, -1)
+        return g[..., None] * (a + 2.0 * b)
+
+
+@pytest.mark.parametrize("plan", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda y: torch.logaddexp(y, y.flip(-1)),
+        lambda y: torch.hypot(y, y.flip(-1)),
+        lambda y: torch.special.entr(y.sigmoid()),
+        lambda y: torch.fft.rfft(y).abs(),
+        lambda y: torch.polar(y.abs(), y).abs(),
+        lambda y: torch.ops.aten.logaddexp2.default(y, y.flip(-1)),
+        _Tempered.apply,
+    ],
+    ids=["logaddexp", "hypot", "entr", "rfft", "polar", "overload", "function"],
+)
+def test_what_ops_of_kinds_that_nobody_knows_take_is_measured(op: Callable[[Tensor], Tensor], plan: str) -> None:
+    batches = [torch.randn(4, 256, 16) for _ in range(3)]
+    predicted, measured = predicted_and_measured(One(op), batches, lambda m, x: m(x), plan)
+    assert abs(predicted / measured - 1.0) <= 0.05, (predicted, measured)
+
+
+@pytest.mark.parametrize("plan", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda y: torch.fft.irfft(torch.fft.rfft(y) * 2.0, n=256),
+        lambda y: torch.float_power(y, 2.0),
+        lambda y: (2.0 * y.double()).exp().float(),
+        lambda y: torch.real(y) + torch.positive(y),
+        lambda y: y.transpose(1, 2).contiguous(),
+        lambda y: y.flip(-1),
+    ],
+    ids=["complex", "float64", "double", "itself", "contiguous", "flip"],
+)
+def test_what_is_not_fp32_and_what_is_a_copy_counts_as_such(op: Callable[[Tensor], Tensor], plan: str) -> None:
     batches = [torch.randn(4, 256, 16) for _ in range(3)]
     predicted, measured = predicted_and_measured(One(op), batches, lambda m, x: m(x), plan)
     assert abs(predicted / measured - 1.0) <= 0.02, (predicted, measured)

@@ -97,3 +97,61 @@ def test_repeats_go_on_while_other_work_takes_the_core(monkeypatch: pytest.Monke
 
     assert timing._rounds({0: run}, torch.device("cpu"))[0] == pytest.approx(0.01)
     assert next(script) == 0.01  # no more repeats than it took
+
+
+_RUN: list[str] = []
+
+
+@torch.library.custom_op("autoprec_tests::counted", mutates_args=())
+def _counted(x: Tensor) -> Tensor:
+    _RUN.append("op")
+    return 2.0 * x
+
+
+@_counted.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+_counted.register_autograd(lambda ctx, g: 2.0 * g)
+
+
+class _Waits(torch.autograd.Function):
+    """Its bodies call what a user registered: in a job of several processes, it may wait for the others."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.cumsum(_counted(x), -1)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2.0 * g
+
+
+@pytest.mark.parametrize("op", [_counted, _Waits.apply])
+def test_what_a_user_made_runs_in_steps_alone(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timing runs torch's own functions."""
+    timed: dict[str, int] = {}
+    time_case = timing._time_case
+
+    def counting(key: str, *how: Any) -> Any:
+        before = len(_RUN)
+        found = time_case(key, *how)
+        timed[key.partition("(")[0]] = len(_RUN) - before
+        return found
+
+    monkeypatch.setattr(timing, "_time_case", counting)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return op(self.up(x)).sum()
+
+    policy = autoprec.Policy(name="p", formats=("fp32", "bf16"), calibration={"steps": 3})
+    batches = [torch.randn(4, 8) for _ in range(3)]
+    _RUN.clear()
+    autoprec.compile(Model(), policy=policy, batches=batches, loss_fn=lambda m, x: m(x), events=None)
+    assert _RUN and timed == {"linear": 0, "sum": 0}

@@ -34,7 +34,7 @@ from autoprec.numerics.specs import NORM_SIGNATURE, fit_scalars, gemm_spec, norm
 from autoprec.numerics.switches import fp32_arithmetic
 from autoprec.planning.remaking import is_repeatable
 from autoprec.tracing.gemms import gemm_arguments
-from autoprec.tracing.kinds import GROUPED, out_of_place
+from autoprec.tracing.kinds import GROUPED, is_torchs_own, out_of_place
 
 __all__ = ["measure_casts", "time_ops"]
 
@@ -43,6 +43,9 @@ __all__ = ["measure_casts", "time_ops"]
 _MAX_REPEATS, _MIN_REPEATS, _BUDGET_SECONDS, _UNSETTLED = 7, 3, 0.02, 1.2
 
 _FORMATS = ("fp32", "bf16", "fp16")
+
+#: Always in the dtype that the user wrote.
+_UNDECIDED = (OpClass.WIDE, OpClass.UNKNOWN)
 
 
 #: Smaller differences between formats count as none; two timings of one op differ by about that much here.
@@ -160,8 +163,8 @@ def time_ops(cases: Mapping[str, TimingCase], formats: Iterable[str], device: De
 def _candidates(case: TimingCase, formats: Iterable[str]) -> tuple[str, ...]:
     if case.op.inplace is not None:
         return ()
-    if case.op.op_class is OpClass.WIDE and not case.op.kind.startswith("hop."):
-        return ("fp32",)  # nothing to decide, but its seconds and its workspace count
+    if case.op.op_class in _UNDECIDED:  # but its seconds and its workspace count
+        return ("fp32",) if is_torchs_own(case.op.node) else ()
     if not case.op.roles:
         return ()
     taken = (f for f in formats if case.op.is_plain_product or not is_operands_only(f))
@@ -184,7 +187,7 @@ def _time_case(
                 run()
         except (RuntimeError, ValueError, IndexError) as error:
             # torch's only sign of a missing kernel; its words become the plan's reason
-            if case.op.op_class is OpClass.WIDE:
+            if case.op.op_class in _UNDECIDED:
                 return [], []  # it does not take made-up values; nothing is decided for it
             if fmt == "fp32" or isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
                 raise
@@ -374,6 +377,8 @@ def _callable(
                 x = x.to(dtype)
             x.requires_grad_(v.requires_grad and x.dtype.is_floating_point)
             leaves.append(x)
+        elif v.requires_grad:  # of the dtype that the user wrote
+            leaves.append(x.requires_grad_())
         given.append(x)
         return x
 
@@ -425,7 +430,7 @@ def _even(offs: Tensor, rows: int) -> Tensor:
 
 def _like(meta: TensorMeta) -> Tensor:
     """Random values of the same shape and strides; zeros for integers and booleans (valid indices)."""
-    if meta.dtype.is_floating_point:
+    if meta.dtype.is_floating_point or meta.dtype.is_complex:
         # Positive, because variances are among the arguments of norms.
         values = torch.rand(meta.shape, dtype=meta.dtype, device=meta.device).mul_(0.75).add_(0.25)
         if 0 in meta.stride:

@@ -98,11 +98,23 @@ def workspace_bytes(run: Callable[[], object], device: torch.device) -> int:
     return max(0, highest - max(0, left))
 
 
-def releasing_workspace_bytes(make: Callable[[], T], use: Callable[[T, bool], object], device: torch.device) -> int:
+def releasing_workspace_bytes(
+    make: Callable[[], T], use: Callable[[T, bool], Sequence[Tensor | None]], device: torch.device
+) -> int:
     """The same of `use(make(), True)`, which lets go of what was made, as a backward pass of several nodes does one by
-    one. `use(…, False)` lets go of nothing: what it leaves is what its result holds."""
-    made = make()
-    _, left = _highest_and_left(partial(use, made, False), device)
+    one. `use(…, False)` lets go of nothing: what it leaves is what its results hold."""
+    made, results = make(), list[Tensor]()
+
+    def gives() -> object:
+        results[:] = [t for t in use(made, False) if t is not None]
+        return results
+
+    _, left = _highest_and_left(gives, device)
+    if all(t.layout is torch.strided for t in results):
+        left = min(
+            left, sum(t.nbytes for t in results)
+        )  # of results in more memory than they take the rest counts here
+    results.clear()
     if device.type == "cuda":
         highest, _ = _highest_and_left(partial(use, made, True), device)
         return max(0, highest - max(0, left))
@@ -140,7 +152,7 @@ def backward_workspace_bytes(
         return 0
 
     @torch.enable_grad()
-    def run(made: Sequence[Tensor], release: bool) -> object:
+    def run(made: Sequence[Tensor], release: bool) -> Sequence[Tensor | None]:
         end = _Arrives.apply(arriving, *made)
         return torch.autograd.grad(end, live, end.detach(), retain_graph=not release, allow_unused=True)
 

@@ -25,7 +25,7 @@ __all__ = [
     "nonzero_bits",
     "serve",
     "to_e4m3",
-    "unpacked_bools",
+    "unpacked",
     "where_set",
 ]
 
@@ -101,11 +101,11 @@ def nonzero_bits(x: Tensor) -> Tensor:
     return packed
 
 
-def unpacked_bools(packed: Tensor, count: int) -> Tensor:
-    """The first so many booleans of packed ones."""
-    mask = torch.empty(count, dtype=torch.bool)
-    _loops().unpack(_array(packed), _array(mask))
-    return mask
+def unpacked(packed: Tensor, count: int) -> Tensor:
+    """The first so many of packed bits, as bytes that are 0 or 1."""
+    made = torch.empty(count, dtype=torch.uint8)
+    _loops().unpack(_array(packed), made.numpy())
+    return made
 
 
 def where_set(x: Tensor, packed: Tensor) -> Tensor:

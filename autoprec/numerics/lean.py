@@ -28,29 +28,34 @@ _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _is_not_zero(x: Tensor) -> Tensor:
-    """Where x is neither 0 nor −0; NaN is not."""
+    """Where x is neither 0 nor −0, as NaN is: a boolean, or for a compiler, whose code takes forty times as long to
+    store a boolean, a byte."""
     if is_traced(x):
-        return x != 0
+        return torch.where(x != 0, 1.0, 0.0).to(torch.uint8)
     return (x.view(_INTEGER[x.element_size()]) << 1).bool()
 
 
-def _bits(x: Tensor) -> Tensor:
-    """One bit per element: where x is not zero. Piece by piece, so that what is made on the way stays small."""
+def _bits(x: Tensor, images: bool = False) -> Tensor:
+    """One bit per element: where x is not zero. Piece by piece, so that what is made on the way stays small. Of
+    `images` compilers put the channels last in memory: so they are in what is packed."""
     if is_traced(x):
-        return pack_bits(_is_not_zero(x))
+        return pack_bits(_is_not_zero(x.movedim(1, -1) if images else x))
     if elements.serve(x):
         return elements.nonzero_bits(x)
     return torch.cat([pack_bits(_is_not_zero(part)) for part in x.reshape(-1).split(piece_numel(x))])
 
 
-def _masked(x: Tensor, bits: Tensor) -> Tensor:
+def _masked(x: Tensor, bits: Tensor, images: bool = False) -> Tensor:
     """x where a bit is set, 0 elsewhere, whatever x is there."""
     if torch.is_grad_enabled():
-        result = _Masked.apply(x, bits)
+        result = _Masked.apply(x, bits, images)
         assert isinstance(result, Tensor)
         return result
     if is_traced(x):
-        return torch.where(unpack_bits(bits, x.shape), x, 0.0)
+        seen = x.movedim(1, -1) if images else x
+        kept = unpack_bits(bits, seen.shape).float()  # between FP32 numbers compiled code chooses 20 times as fast
+        made = torch.where(kept != 0, seen.float(), 0.0).to(x.dtype)
+        return made.movedim(-1, 1) if images else made
     if elements.serve(x):
         return elements.where_set(x, bits)
     numel = piece_numel(x)
@@ -65,31 +70,34 @@ class _Masked(torch.autograd.Function):
     """`_masked` with a derivative."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bits: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bits: Tensor, images: bool) -> Tensor:
+        ctx.images = images
         ctx.save_for_backward(bits)
-        return _masked(x, bits)
+        return _masked(x, bits, images)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
-        return _masked(grad, *ctx.saved_tensors), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, None, None]:
+        return _masked(grad, *ctx.saved_tensors, ctx.images), None, None
 
 
 class _Relu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, images: bool) -> Tensor:
         y = torch.relu(x)
+        ctx.images = images
         # torch's own formula: the gradient is stopped where y ≤ 0, so it passes a NaN.
-        ctx.save_for_backward(_bits(y))
+        ctx.save_for_backward(_bits(y, images))
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _masked(grad, *ctx.saved_tensors)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
+        return _masked(grad, *ctx.saved_tensors, ctx.images), None
 
 
-def relu_keeping_bits(x: Tensor) -> Tensor:
-    """relu(x), bitwise the same forward and backward, keeping one bit per element."""
-    result = _Relu.apply(x)
+def relu_keeping_bits(x: Tensor, images: bool = False) -> Tensor:
+    """relu(x), bitwise the same forward and backward, keeping one bit per element. `images`: whether x, of four or five
+    dimensions, is what convolutions make."""
+    result = _Relu.apply(x, images)
     assert isinstance(result, Tensor)
     return result
 
@@ -161,7 +169,7 @@ class _TracedAttention(torch.autograd.Function):
     ) -> Tensor:
         result, left = _op_by_op(query, key, value, mask, options)
         ctx.options, ctx.shape = options, None if left is None else left.shape
-        ctx.save_for_backward(query, key, value, mask, None if left is None else pack_bits(left))
+        ctx.save_for_backward(query, key, value, mask, None if left is None else pack_bits(_is_not_zero(left)))
         return result
 
     @staticmethod
@@ -186,7 +194,7 @@ def _op_by_op(
     left: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention as torch computes it without a fused kernel: FP16 and BF16 in FP32, each probability with its random
-    number. And which of these dropout left, None without; `left`: which it left before."""
+    number. And which of these dropout left (1 or 0), None without; `left`: which it left before."""
     p, made = options["dropout_p"], {k: v for k, v in options.items() if k not in ("dropout_p", "is_causal")}
     wide = torch.promote_types(query.dtype, torch.float32)
     q, k, v = (x.to(wide) for x in (query, key, value))
@@ -199,7 +207,7 @@ def _op_by_op(
     )
     if p > 0.0:
         if left is None:
-            left = torch.empty_like(probabilities).bernoulli_(1.0 - p) != 0
+            left = torch.empty_like(probabilities).bernoulli_(1.0 - p)
         if v.shape[-3:-2] != probabilities.shape[-3:-2]:
             v = v.repeat_interleave(probabilities.shape[-3] // v.shape[-3], -3)
         y = (probabilities * left.to(wide).div_(1.0 - p)) @ v  # what was made above is not read then, nor compiled

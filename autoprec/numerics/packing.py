@@ -207,7 +207,7 @@ def _unscaled(payload: Tensor, fmt: Format) -> Tensor:
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """A boolean tensor as bytes, eight elements each, big end first; shape (ceil(n/8),)."""
+    """Booleans, or bytes that are 0 or 1, eight to a byte, big end first; shape (ceil(n/8),)."""
     flat = mask.reshape(-1)
     if flat.device.type == "cpu":
         return _pack_on_cpu(flat)
@@ -216,11 +216,11 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, shape: torch.Size) -> Tensor:
-    """The boolean tensor of `shape` that `pack_bits` was given."""
+    """What `pack_bits` was given, as bytes that are 0 or 1, of `shape`."""
     count = math.prod(shape)  # `numel` would fix a size that a compiler holds for a symbol
     if packed.device.type == "cpu":
         return _unpack_on_cpu(packed, count).view(shape)
-    return ((packed[:, None] >> _shifts(packed)) & 1).reshape(-1)[:count].to(torch.bool).view(shape)
+    return ((packed[:, None] >> _shifts(packed)) & 1).reshape(-1)[:count].view(shape)
 
 
 def _shifts(like: Tensor) -> Tensor:
@@ -239,8 +239,8 @@ def _unpack_on_cpu(packed: Tensor, count: int) -> Tensor:
     if is_traced(packed):
         return _traced_unpack(packed, count)
     if elements.serve(packed):
-        return elements.unpacked_bools(packed, count)
-    return torch.from_numpy(np.unpackbits(packed.numpy(), count=count)).view(torch.bool)
+        return elements.unpacked(packed, count)
+    return torch.from_numpy(np.unpackbits(packed.numpy(), count=count))
 
 
 @torch.library.custom_op("autoprec::scales_of", mutates_args=(), device_types="cpu")
@@ -262,4 +262,4 @@ def _traced_unpack(packed: Tensor, count: int) -> Tensor:
 
 _traced_scales.register_fake(lambda amax, max_value: (torch.empty_like(amax), torch.empty_like(amax)))
 _traced_pack.register_fake(lambda flat: flat.new_empty((flat.numel() + 7) // 8, dtype=torch.uint8))
-_traced_unpack.register_fake(lambda packed, count: packed.new_empty(count, dtype=torch.bool))
+_traced_unpack.register_fake(lambda packed, count: packed.new_empty(count))

@@ -106,7 +106,7 @@ class _Senders:
         """`senders`."""
         members: dict[str, list[TensorSpec]] = {}
         for t in self.graph.tensors:
-            if t.requires_grad and t.is_float32:
+            if t.requires_grad:
                 members.setdefault(self.parts.gradient_of[t.id], []).append(t)
         for op in reversed(self.graph.ops):  # parts of parts come first
             own = [t for t in _shown(op, self.graph, self.roots) if t in self.parts.root_of and t in members]

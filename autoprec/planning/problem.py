@@ -52,8 +52,8 @@ __all__ = ["ITEM_BYTES", "Problem", "build_problem", "fixed_bytes", "optimizer_b
 #: Bytes per element by the name of the torch dtype.
 ITEM_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int16": 2, "uint16": 2, "float16": 2,
-    "bfloat16": 2, "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex64": 8,
-    "complex128": 16,
+    "bfloat16": 2, "int32": 4, "uint32": 4, "float32": 4, "complex32": 4, "int64": 8, "uint64": 8, "float64": 8,
+    "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
 #: What a loss outside of the graph is among the ops of a problem.
@@ -371,7 +371,7 @@ class _Builder:
     def _tensor(self, root: str, readers: list[Use], savers: list[Use]) -> PlanTensor:
         spec = self.graph.tensor_by_id[root]
         members = self.members[root]
-        activation = spec.kind is TensorKind.ACTIVATION
+        activation, as_it_is = spec.kind is TensorKind.ACTIVATION, spec.numel * ITEM_BYTES.get(spec.dtype, 4)
         born = self._born(root) if spec.is_float32 else None
         producer = self.graph.producer.get(root)
         first = min((u.moment for u in (*readers, *savers)), default=0)
@@ -381,9 +381,9 @@ class _Builder:
         weights = [op in self.weighted for op in self.graph.readers.get(root, ()) if spec.kind is TensorKind.PARAMETER]
         return PlanTensor(
             id=root,
-            numel=spec.numel,
+            numel=spec.numel if spec.is_float32 else -(-as_it_is // 4),
             is_float32=spec.is_float32,
-            wide_bytes=spec.numel * ITEM_BYTES.get(spec.dtype, 4) if activation else 0,
+            wide_bytes=as_it_is if activation else 0,
             narrow_costs=spec.kind is not TensorKind.PARAMETER or bool(savers),
             birth=self.moment[producer] if producer is not None else self.entered.get(root, first),
             born=born,

@@ -75,7 +75,7 @@ class PlanTensor:
 
     Attributes:
         id: of the root; views and in-place results of it are the same tensor.
-        numel: number of elements.
+        numel: number of elements; where they are not FP32, of FP32 numbers in as many bytes.
         is_float32: others are never cast; all their uses have unit None.
         wide_bytes: bytes of the copy in FP32 (or as it is); 0 where it is counted among the fixed bytes.
         narrow_costs: whether copies in other formats cost bytes (of parameters, where an op keeps them).

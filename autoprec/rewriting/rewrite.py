@@ -41,7 +41,7 @@ from autoprec.numerics.products import GemmSpec
 from autoprec.numerics.remaking import made_again
 from autoprec.numerics.specs import NORM_SIGNATURE, fit_scalars, gemm_spec, loss_call, norm_call
 from autoprec.plans import RECOMPUTED, Plan
-from autoprec.rewriting.calls import Method, With, operands
+from autoprec.rewriting.calls import Method, With, is_copy, is_image, operands
 from autoprec.rewriting.memory import bases, changed_in_place, no_larger
 from autoprec.rewriting.recipes import Shown, Written
 from autoprec.rewriting.storing import Storing
@@ -221,7 +221,7 @@ class _Rewriter(Storing):
         if op is None or op.op_class is not OpClass.VIEW or op.inplace is not None or not op.inputs:
             return None
         base = op.inputs[0][0]
-        if not returns_float32(base.meta.get("example_value")) or base not in self.value:
+        if not returns_float32(base.meta.get("example_value")) or base not in self.value or is_copy(node, base):
             return None
         if self.root[node] in self.touched:  # a copying view made again would miss, or repeat, a change in place
             return None
@@ -341,17 +341,15 @@ class _Rewriter(Storing):
             new = self.main = self.call(With(matmul, spec), (a, b))
         elif formats.get(Role.GRAD_INPUT, fmt) != fmt:
             new = self._kernel_of_two_formats(op, formats, region)
+        elif op.kind == "relu" and self._stored(op.outputs[0]):
+            relu = With(relu_keeping_bits, is_image(op.node))
+            new = self.call(relu, (self.in_format(op.inputs[0][0], fmt, region),))
         elif fmt == _FP32:
-            if op.kind == "relu" and self._stored(op.outputs[0]):
-                new = self.call(relu_keeping_bits, (self.in_format(op.inputs[0][0], _FP32),))
-            else:
-                new = self.copy_main(op, lambda n: self.as_written(n))
+            new = self.copy_main(op, lambda n: self.as_written(n))
         elif op.op_class is OpClass.NORM:
             new = self._norm(op, fmt, region)
         elif op.op_class is OpClass.LOOKUP:
             new = self._cast_result(op, fmt, region)
-        elif op.kind == "relu" and self._stored(op.outputs[0]):
-            new = self.call(relu_keeping_bits, (self.in_format(op.inputs[0][0], fmt, region),))
         else:
             new = self.copy_main(op, lambda n: self.in_format(n, fmt, region))
             if op.functional:
