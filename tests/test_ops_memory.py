@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests import ops_study
 from tests.memory_study import predicted_and_measured
 
 
@@ -86,11 +87,14 @@ def test_what_ops_of_kinds_that_nobody_knows_take_is_measured(op: Callable[[Tens
         lambda y: torch.fft.irfft(torch.fft.rfft(y) * 2.0, n=256),
         lambda y: torch.float_power(y, 2.0),
         lambda y: (2.0 * y.double()).exp().float(),
+        lambda y: (z := 2.0 * y.double()) + (z.exp() + z),
+        lambda y: (p := (2.0 * y.double()).unbind(0))[0] * p[1] + p[2] * p[3],
+        lambda y: (p := torch.complex(y, y).chunk(2, -1))[0].abs() + p[1].abs(),
         lambda y: torch.real(y) + torch.positive(y),
         lambda y: y.transpose(1, 2).contiguous(),
         lambda y: y.flip(-1),
     ],
-    ids=["complex", "float64", "double", "itself", "contiguous", "flip"],
+    ids=["complex", "float64", "double", "sum", "unbind", "chunk", "itself", "contiguous", "flip"],
 )
 def test_what_is_not_fp32_and_what_is_a_copy_counts_as_such(op: Callable[[Tensor], Tensor], plan: str) -> None:
     batches = [torch.randn(4, 256, 16) for _ in range(3)]
@@ -112,3 +116,14 @@ def test_what_a_norm_in_bf16_takes_is_measured_as_it_runs(norm: nn.Module) -> No
     predicted, measured = predicted_and_measured(One(torch.relu, norm), batches, lambda m, x: m(x), "bf16")
     # Of an RMS norm the cast of its result is timed with it.
     assert -0.02 <= predicted / measured - 1.0 <= (0.1 if isinstance(norm, nn.RMSNorm) else 0.02), (predicted, measured)
+
+
+def test_the_study_says_what_is_predicted_too_low(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["ops_study", "hypot", "gather"])
+    assert ops_study.main() == 0
+    assert "3 within 5%\nnone else is predicted too low" in capsys.readouterr().out
+    monkeypatch.setattr(ops_study, "LOW", {})
+    assert ops_study.main() == 1
+    assert "predicted too low: gather in bf16" in capsys.readouterr().out

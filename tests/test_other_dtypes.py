@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
 
 import autoprec
 from autoprec.plans import Plan
@@ -38,6 +39,15 @@ def changed_through_views(m: Any, x: Tensor) -> Tensor:
 
 def half(m: Any, x: Tensor) -> Tensor:
     return m.b(F.linear(m.a(x).half(), m.fixed).float())
+
+
+@torch.library.custom_op("autoprec_tests::real", mutates_args=())
+def thrice(x: Tensor) -> Tensor:
+    return 3.0 * x
+
+
+thrice.register_fake(torch.empty_like)
+thrice.register_autograd(lambda ctx, g: 3.0 * g)
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,14 @@ CASES = [
          lambda: Body(lambda m, x: m.b(m.a(x)) + m.none.sum(), a=a(), b=b(), none=nn.Parameter(torch.zeros(0, 3)))),
     Case("a detached branch", lambda: Body(lambda m, x: m.a(x) + m.b(x).detach().sum(), a=a(), b=b())),
     Case("a batch of nothing", lambda: Body(lambda m, x: m.b(m.a(x)).sum(), a=a(), b=b()), lambda: torch.randn(0, 8)),
+    Case("float16 beside float32", lambda: Body(lambda m, x: m.b((2 * (y := m.a(x)).half()).add(y)), a=a(), b=b())),
+    Case("float8",
+         lambda: Body(lambda m, x: m.b((y := m.a(x)).to(torch.float8_e4m3fn).float() * 0.01 + y), a=a(), b=b())),
+    Case("a user's op with the name of torch's", lambda: Body(lambda m, x: m.b(thrice(m.a(x))), a=a(), b=b())),
+    Case("a jacobian",
+         lambda: Body(lambda m, x: m.b(torch.func.jacrev(lambda t: t.cumsum(-1).sin())(m.a(x)[0])), a=a(), b=b())),
+    Case("a scan",
+         lambda: Body(lambda m, x: m.b(associative_scan(torch.add, m.a(x), 0, combine_mode="generic")), a=a(), b=b())),
     Case("in-place ops on views", lambda: Body(changed_through_views, a=a(), b=b()), narrow=("b:linear#0",)),
 ]  # fmt: skip
 
@@ -125,6 +143,33 @@ def test_identity_and_a_bf16_plan(case: Case) -> None:
     if not case.narrow:
         assert executed == {} or set(executed.values()) == {"fp32"}
         assert "nothing to decide" in session.plan.binding
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_buffer_is_as_it_was_after_a_bad_step(layout: torch.layout) -> None:
+    """Dynamo does not capture what reads it."""
+
+    def make() -> nn.Module:  # torch copies no model with such a buffer
+        torch.manual_seed(0)
+        model = Body(lambda m, x: m.b(torch.sparse.mm(m.graph, m.a(x))), a=a(), b=b())
+        model.register_buffer("graph", torch.eye(4).to_sparse(layout=layout))
+        return model
+
+    case, model = Case("a sparse buffer", make), make()
+    expected, _ = trained(case, make(), 6)
+    policy = load_policy("bf16").replaced(calibration={"steps": 3})
+    autoprec.compile(model, policy=policy, events=None)
+    assert trained(case, model, 6)[0] == pytest.approx(expected, rel=0.03)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    model(torch.full((4, 8), 1e30)).square().sum().backward()
+    model.graph.values().fill_(float("nan")) if layout is torch.sparse_csr else model.graph._values().fill_(
+        float("nan")
+    )
+    optimizer.step()
+    assert autoprec.session(model).step_was_skipped
+    assert torch.equal(model.graph.to_dense(), torch.eye(4))
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
 
 def test_a_model_without_parameters_is_refused() -> None:

@@ -103,11 +103,11 @@ class StepObserver:
     def value(self, tensor_id: str, x: Tensor, *, through_edges: bool = False) -> Sample | None:
         """Record a tensor; its gradient is recorded when it arrives. Returns the sample that is kept until then, None
         where ranges alone are wanted and nothing is kept."""
-        taken = None
+        taken, seen = None, _readable(x)
         if self.sensitivities:
-            whole = sample(x, self.limit)
+            whole = sample(seen, self.limit)
             self.add(tensor_id, "values", histogram(whole))
-            taken = thinned(whole, x, min(self.limit, KEPT_LIMIT))
+            taken = thinned(whole, seen, min(self.limit, KEPT_LIMIT))
         else:
             self._read(tensor_id, "values", x)
         if x.requires_grad and torch.is_grad_enabled():
@@ -116,7 +116,7 @@ class StepObserver:
 
     def _read(self, tensor_id: str, field: str, x: Tensor) -> None:
         """Ranges alone: counted later, together with others."""
-        self._waiting.append((tensor_id, field, found := reading(x, self.limit)))
+        self._waiting.append((tensor_id, field, found := reading(_readable(x), self.limit)))
         self._waiting_numel += found.magnitudes.numel()
         if self._waiting_numel > (_WAITING_LIMIT_CPU if x.is_cpu else _WAITING_LIMIT):
             self._count()
@@ -401,6 +401,11 @@ class ObservingInterpreter(GraphInterpreter):
                     self._taken[captured] = taken
                     if op.inplace is not None:  # later readers see the changed values
                         self._taken[op.inplace] = taken
+
+
+def _readable(x: Tensor) -> Tensor:
+    """In FP32 where torch has no largest magnitude of a dtype's numbers: FP8, which the user's model makes."""
+    return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
 
 
 def _mixed_readers(binding: Binding) -> set[fx.Node]:

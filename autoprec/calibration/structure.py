@@ -230,10 +230,10 @@ class StructureRecorder:
             for k in self._ops.values()
         )
         used = {t for op in ops for t in (*op.inputs, *op.outputs, *op.saves)}
-        base = {t: b for t, b in self._bases.items() if b in used}
-        tensors = tuple(
-            _marked(t, outputs.get(t.id), base.get(t.id, t.base)) for t in self._tensors.values() if t.id in used
-        )
+        known = {t: s for t, s in self._tensors.items() if t in used}
+        bases = {t: s.base for t, s in known.items()} | {t: b for t, b in self._bases.items() if b in used}
+        # What is made inside of a transform is no tensor of the graph, though a view of it may be one.
+        tensors = tuple(_marked(s, outputs.get(t), bases[t] if bases[t] in known else None) for t, s in known.items())
         return OpGraph(
             model=model,
             ops=ops,

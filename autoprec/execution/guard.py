@@ -223,8 +223,8 @@ def _summed_in(values: Tensor) -> torch.dtype:
 
 
 def _values(g: Tensor) -> Tensor:
-    """The numbers of a gradient."""
-    values = g.coalesce().values() if g.is_sparse else g
+    """The numbers of a gradient, or of a buffer."""
+    values = g if g.layout is torch.strided else g.coalesce().values() if g.is_sparse else g.values()
     return torch.view_as_real(values) if values.is_complex() else values
 
 
@@ -309,7 +309,7 @@ class BufferSnapshot:
         buffers = self._buffers()
         if self._takes == 1:
             for name, (buffer, saved) in self._copies.items():
-                if saved.nbytes > _SMALL_BUFFER_BYTES and torch.equal(buffer, saved):
+                if saved.layout is torch.strided and saved.nbytes > _SMALL_BUFFER_BYTES and torch.equal(buffer, saved):
                     self._constant[name] = buffer._version
         self._takes += 1
         wanted = [n for n, b in buffers.items() if self._constant.get(n) != b._version]
@@ -336,8 +336,8 @@ class BufferSnapshot:
             for name, (buffer, saved) in ((n, (now.get(n, b), s)) for n, (b, s) in self._copies.items())
             if buffer.is_floating_point()
             and not math.isfinite(float(buffer.sum()))
-            and not bool(buffer.isfinite().all())
-            and bool(saved.isfinite().all())
+            and not bool(_values(buffer).isfinite().all())
+            and bool(_values(saved).isfinite().all())
         ]
 
     def values(self) -> dict[int, Tensor]:

@@ -135,7 +135,7 @@ def _narrow(x: Tensor, scale: Tensor | float, fmt: Format) -> Tensor:
     if not has_dtype(fmt.name):
         return inside
     # What is not finite becomes NaN by the scale, whatever a compiler's cast makes of it.
-    return inside.clamp(-fmt.max_value, fmt.max_value).to(dtype_of(fmt.name))
+    return inside.to(dtype_of(fmt.name))
 
 
 def pieces(x: Tensor, y: Tensor, *, whole: bool = False, most: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -35,7 +35,7 @@ def _shown(op: Op, graph: OpGraph, roots: Roots) -> list[str]:
     """Outputs that share the memory of what a view is given."""
     if not roots.is_view(op):
         return []
-    return [t for t in op.outputs if t not in roots.copied_from and graph.tensor_by_id[t].is_float32]
+    return [t for t in op.outputs if t not in roots.copied_from]
 
 
 def resolve_parts(graph: OpGraph, roots: Roots) -> Parts:

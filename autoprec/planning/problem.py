@@ -419,11 +419,12 @@ class _Builder:
                 continue
             spec, root_tensor, sent = self.graph.tensor_by_id[part], whole[index[root]], self.senders.get(part, ())
             expanded = self.parts.copied_of[part] != part
+            as_it_is = spec.numel * ITEM_BYTES.get(spec.dtype, 4)
             yield PlanTensor(
                 id=part,
-                numel=spec.numel,
-                is_float32=True,
-                wide_bytes=4 * spec.numel,
+                numel=spec.numel if spec.is_float32 else -(-as_it_is // 4),
+                is_float32=spec.is_float32,
+                wide_bytes=as_it_is,
                 narrow_costs=True,
                 birth=self.moment[self.graph.producer[part]],
                 born=sent_in(sent, root_tensor.born) if expanded else root_tensor.born,

@@ -47,12 +47,12 @@ def sharing_gradients(tensors: Iterable[PlanTensor], graph: OpGraph, roots: Root
 
 def _terms(op: Op, graph: OpGraph, roots: Roots) -> Iterator[str]:
     """Roots of what an addition adds up as it is."""
-    if op.kind != "add" or "alpha=" in op.timing_key:
+    if op.kind != "add" or "alpha=" in op.timing_key or not op.outputs:
         return
     made = graph.tensor_by_id[op.outputs[0]]
     for t in op.inputs:
         spec, root = graph.tensor_by_id[t], graph.tensor_by_id[roots.root_of[t]]
-        one = spec.numel == made.numel == root.numel and spec.is_float32 and root.is_float32
+        one = spec.numel == made.numel == root.numel and spec.dtype == made.dtype == root.dtype
         if one and root.id != roots.root_of[made.id]:
             yield root.id
 

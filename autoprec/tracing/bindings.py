@@ -365,9 +365,9 @@ class _Walk:
             told = any(isinstance(a, torch.dtype) for a in (*node.args, *node.kwargs.values()))
             if not all(map(returns_float32, results)) or "out" in node.kwargs or told:
                 return OpClass.WIDE
-            dtypes = {n.meta["example_value"].dtype for n in arguments}
-            # Of integers alone (`positions / 8`) torch makes its default dtype, whatever we would like.
-            if torch.float32 not in dtypes or dtypes & {torch.float64, torch.complex64}:
+            floats = {d for n in arguments if (d := n.meta["example_value"].dtype).is_floating_point or d.is_complex}
+            # Of integers alone (`positions / 8`), and of two kinds of floats, torch's dtype is its own choice.
+            if floats != {torch.float32}:
                 return OpClass.WIDE
         if op_class is OpClass.GEMM and gemm is None and not _is_product(node, kind):
             return OpClass.WIDE

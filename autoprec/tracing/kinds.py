@@ -209,7 +209,7 @@ def casts_nothing(node: fx.Node) -> bool:
     made, given = node.meta.get("example_value"), [n.meta.get("example_value") for n in node.all_input_nodes]
     copies = {"copy", "memory_format"} & set(node.kwargs) or any(a is True for a in node.args)
     if (
-        not (is_user_cast(node) or kind_of(node) in _OF_COMPLEX)
+        not (is_user_cast(node) or (kind_of(node) in _OF_COMPLEX and is_torchs_own(node)))
         or copies
         or len(given) != 1
         or not all(map(returns_float32, (made, *given)))
@@ -219,7 +219,7 @@ def casts_nothing(node: fx.Node) -> bool:
 
 
 _TORCHS = ("torch", "_operator", "builtins")
-_NOT_OF_TENSORS = ("torch.distributed", "torch._ops")
+_NOT_OF_TENSORS = ("torch.distributed", "torch._dynamo", "torch._ops")
 
 
 def is_torchs_own(node: fx.Node) -> bool:
@@ -230,6 +230,8 @@ def is_torchs_own(node: fx.Node) -> bool:
         graphs = [node.graph.owning_module.get_submodule(str(b.target)).graph for b in bodies]
         calls = [n for graph in graphs for n in graph.nodes if n.op not in ("placeholder", "output")]
         return all(changes_mode(n) or is_torchs_own(n) for n in calls)
+    if isinstance(node.target, torch._ops.HigherOrderOperator):  # of a user's functions
+        return False
     if node.op == "call_method":
         return hasattr(torch.Tensor, str(node.target))
     if isinstance(node.target, torch._ops.OpOverload):
