@@ -87,7 +87,7 @@ def test_what_a_backward_pass_lets_go_of_makes_room_for_what_it_makes() -> None:
     def make() -> torch.Tensor:
         return x.pow(3).exp().exp()
 
-    def use(y: torch.Tensor, release: bool) -> object:
+    def use(y: torch.Tensor, release: bool) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(y, x, torch.ones(1000), retain_graph=not release)
 
     # When the powers' gradient is made, with the most at a time, what the first exponential kept is gone.

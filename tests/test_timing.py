@@ -140,7 +140,13 @@ def _branch(y: Tensor) -> Tensor:
     return torch.cond(y.sum() > 0, lambda y: _counted(y), lambda y: _counted(y) + 1.0, (y,))
 
 
-@pytest.mark.parametrize("op", [_counted, _Waits.apply, _loop, _branch])
+@torch._dynamo.nonstrict_trace
+def _untraced(y: Tensor) -> Tensor:
+    _RUN.append("function")
+    return 2.0 * y
+
+
+@pytest.mark.parametrize("op", [_counted, _Waits.apply, _loop, _branch, _untraced])
 def test_what_a_user_made_runs_in_steps_alone(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Timing runs torch's own functions."""
     timed: dict[str, int] = {}

@@ -34,7 +34,7 @@ from autoprec.numerics.specs import NORM_SIGNATURE, fit_scalars, gemm_spec, norm
 from autoprec.numerics.switches import fp32_arithmetic
 from autoprec.planning.remaking import is_repeatable
 from autoprec.tracing.gemms import gemm_arguments
-from autoprec.tracing.kinds import GROUPED, is_torchs_own, out_of_place
+from autoprec.tracing.kinds import GROUPED, only_computes, out_of_place
 
 __all__ = ["measure_casts", "time_ops"]
 
@@ -164,7 +164,7 @@ def _candidates(case: TimingCase, formats: Iterable[str]) -> tuple[str, ...]:
     if case.op.inplace is not None:
         return ()
     if case.op.op_class in _UNDECIDED:  # but its seconds and its workspace count
-        return ("fp32",) if is_torchs_own(case.op.node) else ()
+        return ("fp32",) if only_computes(case.op.node) else ()
     if not case.op.roles:
         return ()
     taken = (f for f in formats if case.op.is_plain_product or not is_operands_only(f))
@@ -185,7 +185,7 @@ def _time_case(
             found[fmt] = _role_runs(case, fmt, device_type)
             for run in found[fmt].runs.values():
                 run()
-        except (RuntimeError, ValueError, IndexError) as error:
+        except (RuntimeError, ValueError, LookupError, TypeError, ArithmeticError, AssertionError) as error:
             # torch's only sign of a missing kernel; its words become the plan's reason
             if case.op.op_class in _UNDECIDED:
                 return [], []  # it does not take made-up values; nothing is decided for it

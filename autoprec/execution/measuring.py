@@ -111,9 +111,8 @@ def releasing_workspace_bytes(
 
     _, left = _highest_and_left(gives, device)
     if all(t.layout is torch.strided for t in results):
-        left = min(
-            left, sum(t.nbytes for t in results)
-        )  # of results in more memory than they take the rest counts here
+        # Of results in more memory than they take the rest counts here.
+        left = min(left, sum(t.nbytes for t in results))
     results.clear()
     if device.type == "cuda":
         highest, _ = _highest_and_left(partial(use, made, True), device)

@@ -25,9 +25,9 @@ __all__ = [
     "class_of",
     "enters_transform",
     "inplace_target",
-    "is_torchs_own",
     "is_user_cast",
     "kind_of",
+    "only_computes",
     "out_of_place",
     "returns_float32",
 ]
@@ -206,14 +206,11 @@ _OF_COMPLEX = {"real", "conj", "conj_physical", "resolve_conj", "resolve_neg", "
 
 def casts_nothing(node: fx.Node) -> bool:
     """Whether a cast of the user's, or a part of a complex number, is of one float32 tensor, which is given back."""
+    if not is_user_cast(node) and not (kind_of(node) in _OF_COMPLEX and only_computes(node)):
+        return False
     made, given = node.meta.get("example_value"), [n.meta.get("example_value") for n in node.all_input_nodes]
     copies = {"copy", "memory_format"} & set(node.kwargs) or any(a is True for a in node.args)
-    if (
-        not (is_user_cast(node) or (kind_of(node) in _OF_COMPLEX and is_torchs_own(node)))
-        or copies
-        or len(given) != 1
-        or not all(map(returns_float32, (made, *given)))
-    ):
+    if copies or len(given) != 1 or not all(map(returns_float32, (made, *given))):
         return False
     return bool(made.device == given[0].device)
 
@@ -222,14 +219,14 @@ _TORCHS = ("torch", "_operator", "builtins")
 _NOT_OF_TENSORS = ("torch.distributed", "torch._dynamo", "torch._ops")
 
 
-def is_torchs_own(node: fx.Node) -> bool:
+def only_computes(node: fx.Node) -> bool:
     """Whether a call is of torch's own functions of tensors, which only compute: one that a user made may count its
     calls, or wait for another process. A user's `autograd.Function` is what its bodies are."""
     if node.target is user_function:
         bodies = [b for b in node.args[:2] if isinstance(b, fx.Node)]
         graphs = [node.graph.owning_module.get_submodule(str(b.target)).graph for b in bodies]
         calls = [n for graph in graphs for n in graph.nodes if n.op not in ("placeholder", "output")]
-        return all(changes_mode(n) or is_torchs_own(n) for n in calls)
+        return all(changes_mode(n) or only_computes(n) for n in calls)
     if isinstance(node.target, torch._ops.HigherOrderOperator):  # of a user's functions
         return False
     if node.op == "call_method":
