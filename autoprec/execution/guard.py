@@ -51,7 +51,8 @@ class GradientWatch:
         self._arrived: list[str] = []
         self._task = [_NO_TASK - 1]
         self._shared: set[str] = set()
-        self._norms: list[tuple[str, tuple[Tensor, Tensor]]] = []
+        #: By the device and the dtype of the numbers: names, and the largest magnitudes of their gradients.
+        self._largest: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
         self._judged: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._unwatched = dict(parameters)
@@ -117,13 +118,13 @@ class GradientWatch:
         self._arrived.clear()
         self._fresh.update(names)
         alone, together = list[tuple[str, Tensor]](), list[tuple[str, Tensor]]()
-        elsewhere: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
+        elsewhere: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
         for fqn in names:
             if (g := self._parameters[fqn].grad) is None:
                 continue
             values = _values(g)
             if values.numel() and not values.is_cpu:
-                elsewhere.setdefault(_summed_in(values), []).append((fqn, values))
+                elsewhere.setdefault((values.device, values.dtype), []).append((fqn, values))
             elif values.dim() == 1 and values.numel() <= _FEW and values.dtype is torch.float32:
                 together.append((fqn, values))
             else:
@@ -133,24 +134,30 @@ class GradientWatch:
         for fqn, values in alone:
             if not _has_square(values):
                 (self.large if bool(values.isfinite().all()) else self.bad).add(fqn)
-        for dtype, named in elsewhere.items():
+        for key, named in elsewhere.items():
             names, grads = zip(*named, strict=True)
-            largest, norms = (torch._foreach_norm(grads, ord=order, dtype=dtype) for order in (math.inf, 2))
-            self._norms += zip(names, zip(largest, norms, strict=True), strict=True)
+            largest = torch._foreach_norm(grads, ord=math.inf)  # NaN where there is one
+            self._largest.setdefault(key, []).extend(zip(names, largest, strict=True))
 
     def verdict(self) -> bool:
         """True if every gradient since `clear` was finite. Waits for the device once."""
         self.look()
-        if self._norms:
-            device = self._norms[0][1][0].device
-            norms = [n.to(device) for _, found in self._norms for n in found]
-            widest = torch.float64 if any(n.dtype is torch.float64 for n in norms) else torch.float32
-            read = torch.stack([n.to(widest) for n in norms]).tolist()
-            for (name, (_, made)), largest, norm in zip(self._norms, read[::2], read[1::2], strict=True):
-                if not norm * norm <= _LARGEST[made.dtype]:
-                    (self.large if math.isfinite(largest) else self.bad).add(name)
-            self._norms = []
+        for named in self._largest.values():
+            for (name, _), largest in zip(named, torch.stack([x for _, x in named]).tolist(), strict=True):
+                if not math.isfinite(largest):
+                    self.bad.add(name)
+                elif not self._squares_add_up(name, largest):
+                    self.large.add(name)
+        self._largest = {}
         return not self.bad
+
+    def _squares_add_up(self, name: str, largest: float) -> bool:
+        """Whether its squares have a sum that is finite: told by the largest of them, and only where that may be too
+        much by a second look, at the gradient as it is now."""
+        if (g := self._parameters[name].grad) is None:
+            return True
+        values = _values(g)
+        return largest * largest * values.numel() <= _LARGEST[_summed_in(values)] or _has_square(values)
 
     def largest(self) -> dict[str, float]:
         """The largest magnitude in each bad gradient, as it is now; infinite where it is not finite."""
@@ -179,7 +186,7 @@ class GradientWatch:
         self._fresh.clear()
         self.bad.clear()
         self.large.clear()
-        self._norms = []
+        self._largest = {}
         self._judged.clear()
 
     def remove(self) -> None:
@@ -279,6 +286,7 @@ class BufferSnapshot:
         self._takes = 0
         self._constant: dict[str, int] = {}
         self._copies: dict[str, tuple[Tensor, Tensor]] = {}
+        self._looked: list[tuple[str, Tensor, Tensor, Tensor]] = []
         self._names: list[str] = []
         self._own: list[Mapping[str, Tensor | None]] = []
         self._children: list[Mapping[str, nn.Module | None]] = []
@@ -326,17 +334,25 @@ class BufferSnapshot:
                     owner, _, key = name.rpartition(".")
                     model.get_submodule(owner)._buffers[key] = buffer
 
+    def look(self) -> None:
+        """Ask for what `turned_nonfinite` reads, which waits for the device."""
+        now = self._buffers() if self._copies else {}
+        looked = [(n, now.get(n, b), saved) for n, (b, saved) in self._copies.items()]
+        self._looked = [(n, b, saved, b.sum()) for n, b, saved in looked if b.is_floating_point()]
+
     def turned_nonfinite(self) -> list[str]:
-        """Names of buffers that were finite at `take` and are not now (a statistic can overflow before a gradient)."""
-        if not self._copies:
-            return []
-        now = self._buffers()
+        """Names of buffers that were finite at `take` and were not when `look` was called (a statistic can overflow
+        before a gradient)."""
+        by_place: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor, Tensor, Tensor]]] = {}
+        for seen in self._looked:
+            by_place.setdefault((seen[3].device, seen[3].dtype), []).append(seen)
+        self._looked = []
         return [
             name
-            for name, (buffer, saved) in ((n, (now.get(n, b), s)) for n, (b, s) in self._copies.items())
-            if buffer.is_floating_point()
-            and not math.isfinite(float(buffer.sum()))
-            and not bool(_values(buffer).isfinite().all())
+            for seen in by_place.values()
+            for (name, b, saved, _), total in zip(seen, torch.stack([s[3] for s in seen]).tolist(), strict=True)
+            if not math.isfinite(abs(total))
+            and not bool(_values(b).isfinite().all())
             and bool(_values(saved).isfinite().all())
         ]
 

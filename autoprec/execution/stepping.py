@@ -109,7 +109,8 @@ class StepGuard:
         if not self.in_step and self.bad and self.watch.bad_gradients_are_gone():
             self.bad = False  # that step is over for every optimizer
         self._keeper.before_first_update(self.missed(), scaled=scaler is not None)
-        finite = self.watch.verdict()
+        self.buffers.look()
+        finite = self.watch.verdict()  # waits for the device
         if finite and self.watch.large and squares_gradients(optimizer):
             self.watch.bad |= self.watch.large
             finite = False
@@ -156,6 +157,7 @@ class StepGuard:
         """A boundary of a loop without a torch optimizer: the same questions are asked, nothing can be vetoed."""
         if self.in_step or self.watch.fresh:
             self._keeper.before_first_update(self.missed(), scaled=None)
+            self.buffers.look()
             if not self.bad and (not self.watch.verdict() or self._bad_buffers() or self._keeper.loss_is_off()):
                 self._veto_alone()
             self.end()
