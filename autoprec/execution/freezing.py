@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autoprec.errors import PlanError
 from autoprec.numerics.frozen import NarrowParameter, narrow, widen
-from autoprec.numerics.packing import decode, encode
+from autoprec.numerics.packing import encode
 from autoprec.plans import RECOMPUTED, Plan
 
 __all__ = ["FrozenParameters", "rounded_as"]
@@ -122,9 +122,6 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
                 narrow(p, fmt)
 
 
-def rounded_as(parameter: Tensor, fmt: str, *, held: bool) -> Tensor:
-    """A frozen parameter as a plan would have it: held in the format, or an FP32 tensor with the same values."""
-    if isinstance(parameter, NarrowParameter):
-        return parameter
-    packed = encode(parameter, fmt)
-    return NarrowParameter(packed) if held else decode(packed, parameter.dtype)
+def rounded_as(parameter: Tensor, fmt: str) -> Tensor:
+    """A frozen parameter as a plan would have it: held in the format."""
+    return parameter if isinstance(parameter, NarrowParameter) else NarrowParameter(encode(parameter, fmt))

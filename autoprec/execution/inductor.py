@@ -30,6 +30,7 @@ from autoprec.execution.dry_run import dry_run, size_hint
 from autoprec.execution.lowering import Compiled, KeptTensor, PassBytes
 from autoprec.numerics.compilers import OF_TENSOR
 from autoprec.numerics.dtypes import dtype_of, has_dtype
+from autoprec.numerics.frozen import NarrowParameter, format_held, narrow_like
 from autoprec.plans import AS_IS, RECOMPUTED, Plan
 from autoprec.rewriting.rewrite import Rewritten
 from autoprec.tracing.bindings import Binding
@@ -42,6 +43,10 @@ _INPUT, _GIVEN = "primals_", "tangents_"
 _OPTIONS = {"emulate_precision_casts": True, "fallback_random": True}
 
 
+#: (place among the inputs, format) of parameters that are held without an FP32 copy.
+_Held = tuple[tuple[int, str], ...]
+
+
 class Inductor:
     """One graph under one plan, compiled for the sizes that come: once with the symbols that Dynamo captured, and again
     for sizes that what was compiled does not hold for."""
@@ -50,48 +55,64 @@ class Inductor:
         self._binding, self._plan, self._rewritten = binding, plan, rewritten
         self._fakes = [n.meta["example_value"] for n in binding.template.placeholders]
         self._symbols = [i for i, x in enumerate(self._fakes) if isinstance(x, torch.SymInt)]
-        self._general: tuple[Callable[..., Any], Callable[..., bool]] | None = None
-        self._special: dict[tuple[int, ...], Callable[..., Any]] = {}
+        #: Frozen parameters of which the plan wants no FP32 copy; Dynamo need not notice that they have become such.
+        self._living = {} if plan is None else _living(binding, plan)
+        self._general: dict[_Held, tuple[Callable[..., Any], Callable[..., bool]]] = {}
+        self._special: dict[tuple[_Held, tuple[int, ...]], Callable[..., Any]] = {}
         self.compiled: list[Compiled] = []
         self.executed: Mapping[str, str] = {}
 
     def prepare(self) -> None:
-        """Compile with the symbols that Dynamo captured."""
-        if self._general is None:
-            self._general = self._compile_with_symbols()
+        """Compile with the symbols that Dynamo captured, and for parameters that live as the plan has them."""
+        self._of(tuple(self._living.items()))
+
+    def _of(self, held: _Held) -> tuple[Callable[..., Any], Callable[..., bool]]:
+        if held not in self._general:
+            self._general[held] = self._compile_with_symbols(held)
+        return self._general[held]
 
     def __call__(self, *arguments: Any) -> Any:
         """Run it, compiled now if nothing that is there fits."""
         sizes = tuple(int(arguments[i]) for i in self._symbols)
-        self.prepare()
-        assert self._general is not None
-        run, holds = self._general
+        given = ((i, arguments[i]) for i in self._living)
+        held = tuple((i, p.format) for i, p in given if isinstance(p, NarrowParameter))
+        run, holds = self._of(held)
         if holds(sizes):
             return run(*arguments)
-        if sizes not in self._special:
-            self._special[sizes] = self._compile(list(arguments))
-        return self._special[sizes](*arguments)
+        if (held, sizes) not in self._special:
+            self._special[held, sizes] = self._compile(list(arguments))
+        return self._special[held, sizes](*arguments)
 
-    def _compile_with_symbols(self) -> tuple[Callable[..., Any], Callable[..., bool]]:
+    def _compile_with_symbols(self, held: _Held) -> tuple[Callable[..., Any], Callable[..., bool]]:
         mode = detect_fake_mode(self._fakes)
         assert mode is not None
         with tracing(TracingContext(mode)):
+            examples = self._examples(held)
             if self._rewritten is not None and self._plan is not None:
                 checking = CheckingInterpreter(self._rewritten, self._binding, self._plan)
                 with mode, torch.no_grad():
-                    checking.run(*self._fakes)
+                    checking.run(*examples)
                 self.executed = checking.executed
-            run = self._compile(self._fakes)
+            run = self._compile(examples)
         if not self._symbols:
             return run, lambda _: True
         environment = mode.shape_env
         code = environment.produce_guards_expression([self._fakes[i] for i in self._symbols])
         return run, lambda sizes: not code or environment.evaluate_guards_expression(code, sizes)
 
+    def _examples(self, held: _Held) -> list[Any]:
+        """What Dynamo captured the graph with, but parameters in the formats that they are held in."""
+        examples, formats = list(self._fakes), dict(held)
+        for i in self._living:
+            if (found := format_held(examples[i])) != formats.get(i):
+                plain = examples[i] if found is None else torch.empty_like(examples[i].payload, dtype=torch.float32)
+                examples[i] = plain if i not in formats else narrow_like(plain, formats[i])
+        return examples
+
     @property
     def order(self) -> Order:
         """What `prepare` compiles."""
-        return Order(self._labelled(), self._fakes)
+        return Order(self._labelled(), self._examples(tuple(self._living.items())))
 
     def _compile(self, examples: Sequence[Any]) -> Callable[..., Any]:
         begin = time.perf_counter()
@@ -145,6 +166,13 @@ class Inductor:
         if self._rewritten is None:
             return _labelled(template.module, template.flat.origin, self._binding.tensor_id)
         return _labelled(self._rewritten.module, self._rewritten.origin, self._binding.tensor_id)
+
+
+def _living(binding: Binding, plan: Plan) -> dict[int, str]:
+    """Places of frozen parameters among a graph's inputs, and the formats in which the plan has them live."""
+    names = {i: binding.parameters.get(n, "") for i, n in enumerate(binding.template.placeholders)}
+    found = {i: plan.living.get(f"param:{fqn}") for i, fqn in names.items()}
+    return {i: fmt for i, fmt in found.items() if fmt is not None}
 
 
 class Order(NamedTuple):

@@ -166,16 +166,14 @@ class Tournament:
         return self._lowering.runs(call.binding, plan, rewritten, compiled=self._compiled)
 
     def _rounded(self, plan: Plan) -> dict[int, Tensor]:
-        """By their identities, frozen parameters as the plan has them. What was lowered for FP32 tensors is given
-        such, with the same values."""
-        held = not (self._lowering.compiles and self._compiled)
+        """By their identities, frozen parameters as the plan has them."""
         frozen = [
             (argument, fmt)
             for call in self._calls
             for node, argument in zip(call.binding.template.placeholders, call.arguments, strict=True)
             if (fmt := plan.living.get(f"param:{call.binding.parameters.get(node, '')}")) is not None
         ]
-        return {id(p): rounded_as(p, fmt, held=held) for p, fmt in frozen}
+        return {id(p): rounded_as(p, fmt) for p, fmt in frozen}
 
     def _timed(self, modules: Mapping[str, _Contestant]) -> dict[str, list[float]]:
         taken: dict[str, list[float]] = {name: [] for name in modules}

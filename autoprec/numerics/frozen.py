@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autoprec.errors import InputError
+from autoprec.formats import is_scaled
+from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.packing import Packed, decode, encode
 
-__all__ = ["NarrowParameter", "narrow", "packed_of", "widen"]
+__all__ = ["NarrowParameter", "format_held", "narrow", "narrow_like", "packed_of", "widen"]
 
 _aten = torch.ops.aten
 
@@ -120,6 +122,18 @@ def _write(x: NarrowParameter, wide: Tensor) -> None:
 def packed_of(x: Tensor | Packed) -> Tensor | Packed:
     """How a product reads an operand: a narrow parameter from its bytes, others as they are."""
     return x.packed if isinstance(x, NarrowParameter) else x
+
+
+def format_held(x: Tensor) -> str | None:
+    """Of a narrow parameter, its format; of others None."""
+    return x.format if isinstance(x, NarrowParameter) else None
+
+
+def narrow_like(x: Tensor, format_name: str) -> NarrowParameter:
+    """A narrow parameter of the shape and the layout of `x`, without its values: what a compiler is shown."""
+    held = dtype_of(format_name) if not is_scaled(format_name) else torch.uint8
+    scale = x.new_empty((), dtype=torch.float32) if is_scaled(format_name) else None
+    return NarrowParameter(Packed(torch.empty_like(x, dtype=held, requires_grad=False), scale, format_name))
 
 
 def _become(parameter: nn.Parameter, other: nn.Parameter) -> None:
