@@ -7,11 +7,22 @@ from functools import cached_property
 
 from autoprec.checks import check_amount, check_choice, check_format, check_text, check_unique
 from autoprec.errors import DeviceError
+from autoprec.formats import is_scaled
 from autoprec.graphs import Role
 
-__all__ = ["PIECE_NUMEL", "CastTiming", "Datasheet", "Device", "NoKernel", "OpTiming", "Peak", "Sourced"]
+__all__ = [
+    "DEVICE_TYPES",
+    "PIECE_NUMEL",
+    "CastTiming",
+    "Datasheet",
+    "Device",
+    "NoKernel",
+    "OpTiming",
+    "Peak",
+    "Sourced",
+]
 
-_TYPES = ("cpu", "cuda")
+DEVICE_TYPES = ("cpu", "cuda")
 
 #: Elements that are made into something else at a time, by type. On a CPU what is made on the way then fits the caches
 #: (docs/measurements/pieces.md); larger pieces keep a GPU busy.
@@ -94,6 +105,8 @@ class Device:
         source: "measured" or "modelled".
         fp32_products: what torch's switches made of FP32 products when they were measured: "ieee", or the narrower
             arithmetic that they allowed ("conv: tf32", `numerics.switches.fp32_arithmetic`); "" where nobody noted it.
+        fused_casts: whether casts with a scale, and products of what they give, were timed as compiled code has them,
+            in two passes, and not in the dozen kernels of eager mode (on a GPU).
     """
 
     name: str
@@ -104,10 +117,11 @@ class Device:
     no_kernels: tuple[NoKernel, ...] = ()
     source: str = "measured"
     fp32_products: str = ""
+    fused_casts: bool = False
 
     def __post_init__(self) -> None:
         check_text(self.name, "name", DeviceError, "name")
-        check_choice(self.type, _TYPES, "device type", DeviceError, "type")
+        check_choice(self.type, DEVICE_TYPES, "device type", DeviceError, "type")
         for i, name in enumerate(self.native):
             check_format(name, DeviceError, "native", i)
         check_unique(self.native, "format", DeviceError, "native")
@@ -168,6 +182,18 @@ class Device:
         if timing is None:
             raise DeviceError(f"device {self.name!r} has no timing for the cast {source} → {target}; calibrate there")
         return timing.seconds_per_call + timing.seconds_per_element * numel
+
+    def told_of_casts(self, *, fused: bool) -> Device:
+        """This device, without the timings of formats with a scale if those were made in the other way (see
+        `fused_casts`): they are to be measured again. What is modelled stays as it is."""
+        if fused == self.fused_casts or self.source == "modelled":
+            return self
+        return replace(
+            self,
+            timings=tuple(t for t in self.timings if not is_scaled(t.format)),
+            casts=tuple(c for c in self.casts if not (is_scaled(c.source) or is_scaled(c.target))),
+            fused_casts=fused,
+        )
 
     def extended(
         self,
@@ -236,7 +262,7 @@ class Datasheet:
 
     def __post_init__(self) -> None:
         check_text(self.name, "name", DeviceError, "name")
-        check_choice(self.type, _TYPES, "device type", DeviceError, "type")
+        check_choice(self.type, DEVICE_TYPES, "device type", DeviceError, "type")
         check_unique(self.native, "format", DeviceError, "peak_flops_per_second")
         if "fp32" not in self.native:
             what = "fp32 must be among the formats; those that are not listed are computed in it"

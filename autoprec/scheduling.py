@@ -57,9 +57,13 @@ class Scheduler:
         observed: Observations,
         *,
         given: Plan | None = None,
+        fuses: bool = False,
     ) -> None:
+        """`fuses`: whether plans run compiled."""
         self.policy, self.device, self.given = policy, device, given
         self._device_type, self._observed = device_type, observed
+        #: On a CPU what a compiler makes of a cast takes about as long as ours.
+        self._fuses = fuses and device_type == "cuda"
         #: The least that a GPU was seen to hold beside the model and its optimizer: what is not the step's.
         self._others_bytes = 1 << 62
 
@@ -89,11 +93,12 @@ class Scheduler:
             native = native_formats(self._device_type)
             wanted = [f for f in formats if not is_operands_only(f) or f in native or f in pinned]
             kept = (*self.policy.storage.formats, *self.policy.storage.frozen)
-            casts = measure_casts(self._device_type, (*wanted, *kept))
+            casts = measure_casts(self._device_type, (*wanted, *kept), fused=self._fuses)
             if self.device is None:
                 return time_ops(cases, wanted, casts)
             _check_switches(self.device, casts.fp32_products)
-            return time_ops(cases, wanted, self.device.extended(casts=casts.casts))
+            known = self.device.told_of_casts(fused=self._fuses)
+            return time_ops(cases, wanted, known.extended(casts=casts.casts))
 
     def provisional_plan(self, slot: Slot, arguments: Sequence[Any], state_bytes: int) -> tuple[Plan | None, str]:
         """Before a graph is observed: BF16 for everything that may have it, where an observed FP32 step is predicted to

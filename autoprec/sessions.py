@@ -114,7 +114,8 @@ class Session(Replanning, Resumable):
         self._observed = Observations(
             lambda s: describe_graph(s, self.model, self._parameters, self._slots.values(), self.lowering, self._calls)
         )
-        self._scheduler = Scheduler(self.policy, device, self._device_type, self._observed, given=plan)
+        compiles = backend != "eager"
+        self._scheduler = Scheduler(self.policy, device, self._device_type, self._observed, given=plan, fuses=compiles)
         self._schedule = Schedule.of(self.policy, total_steps)
         self._stability = Stability(self.policy, self._observed)
         self._provisional = Provisional(self._scheduler, self._device_type)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._higher_order_ops.while_loop import while_loop
 
 import autoprec
-from autoprec.calibration import timing
+from autoprec.calibration import clocks, timing
 from autoprec.devices import Device
 from autoprec.graphs import Role
 from autoprec.numerics import gemm
@@ -20,7 +20,7 @@ from autoprec.numerics import gemm
 def test_each_gradient_of_a_narrow_product_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """An autograd.Function makes every gradient that was wanted when its graph was made."""
     runs: dict[Any, Any] = {}
-    monkeypatch.setattr(timing, "_rounds", lambda each, device: runs.update(each) or dict.fromkeys(each, 1e-6))
+    monkeypatch.setattr(timing, "rounds", lambda each, device: runs.update(each) or dict.fromkeys(each, 1e-6))
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     policy = autoprec.Policy(name="p", formats=("fp32", "bf16"), calibration={"steps": 2})
     batches = [torch.randn(4, 8) for _ in range(2)]
@@ -49,7 +49,7 @@ class Scores(nn.Module):
 
 def test_the_gradients_of_a_product_of_activations_are_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: dict[Any, Any] = {}
-    monkeypatch.setattr(timing, "_rounds", lambda each, device: runs.update(each) or dict.fromkeys(each, 1e-6))
+    monkeypatch.setattr(timing, "rounds", lambda each, device: runs.update(each) or dict.fromkeys(each, 1e-6))
     policy = autoprec.Policy(name="p", formats=("fp32", "bf16"), calibration={"steps": 2})
     batches = [torch.randn(4, 8) for _ in range(2)]
     autoprec.compile(Scores(), policy=policy, batches=batches, loss_fn=lambda m, x: m(x).square().mean(), events=None)
@@ -91,13 +91,59 @@ def test_repeats_go_on_while_other_work_takes_the_core(monkeypatch: pytest.Monke
     """Two of the first three repeats, after the warm-up, take five times as long."""
     now = [0.0]
     script = iter([0.01, 0.05, 0.05, 0.01, 0.01, 0.01, 0.01, 0.01])
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: now[0])
 
     def run() -> None:
         now[0] += next(script)
 
-    assert timing._rounds({0: run}, torch.device("cpu"))[0] == pytest.approx(0.01)
+    assert clocks.seconds_of(run, torch.device("cpu")) == pytest.approx(0.01)
     assert next(script) == 0.01  # no more repeats than it took
+
+
+class _Behind:
+    """A GPU that works behind the host: what it is asked for waits in a queue. Events say when it came to them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cycle_seconds: float) -> None:
+        self.host = self.free = 0.0
+        told = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = max(told.host, told.free)
+
+            def synchronize(self) -> None:
+                told.host = max(told.host, self.at)
+
+            def elapsed_time(self, end: Event) -> float:
+                return 1e3 * (end.at - self.at)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.work(cycles * cycle_seconds))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: setattr(self, "host", max(self.host, self.free)))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(clocks.time, "perf_counter", lambda: self.host)
+        clocks._seconds_of_a_cycle.cache_clear()
+
+    def work(self, seconds: float) -> None:
+        self.free = max(self.free, self.host) + seconds
+
+
+@pytest.mark.parametrize("cycle_seconds", [5e-10, 2e-9])
+def test_a_gpu_is_timed_by_what_it_does(cycle_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve kernels of 5 µs, each of which the host takes 40 µs to ask for."""
+    gpu = _Behind(monkeypatch, cycle_seconds)
+
+    def run() -> None:
+        for _ in range(12):
+            gpu.host += 40e-6
+            gpu.work(5e-6)
+
+    found = clocks.rounds({"small": run, "large": lambda: gpu.work(1e-3)}, torch.device("cuda"))
+    clocks._seconds_of_a_cycle.cache_clear()
+    assert found == {"small": pytest.approx(60e-6), "large": pytest.approx(1e-3)}
 
 
 _RUN: list[str] = []

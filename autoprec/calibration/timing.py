@@ -7,25 +7,25 @@ layers share a timing key and are timed once.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from autoprec.calibration.clocks import rounds, seconds_of
+from autoprec.calibration.fusing import packs, product_runs, unpacks
 from autoprec.calibration.structure import TensorMeta, TimingCase, tensors_of
 from autoprec.devices import CastTiming, Device, NoKernel, OpTiming
 from autoprec.execution.measuring import backward_workspace_bytes, workspace_bytes
 from autoprec.formats import is_operands_only, is_scaled, result_format
 from autoprec.graphs import OpClass, Role
 from autoprec.numerics.contractions import weighted_product
-from autoprec.numerics.dtypes import dtype_of, native_formats
+from autoprec.numerics.dtypes import dtype_of, has_dtype, native_formats
 from autoprec.numerics.gemm import matmul
 from autoprec.numerics.lean import lean
 from autoprec.numerics.norms import layer_norm, norm
@@ -37,10 +37,6 @@ from autoprec.tracing.gemms import gemm_arguments
 from autoprec.tracing.kinds import GROUPED, only_computes, out_of_place
 
 __all__ = ["measure_casts", "time_ops"]
-
-#: A timing stops after this many repeats or seconds, whichever comes first, and at least `_MIN_REPEATS`. While a median
-#: is this far above the fastest repeat, as where other work took the core, seconds do not stop it.
-_MAX_REPEATS, _MIN_REPEATS, _BUDGET_SECONDS, _UNSETTLED = 7, 3, 0.02, 1.2
 
 _FORMATS = ("fp32", "bf16", "fp16")
 
@@ -55,72 +51,44 @@ _NOISE_FRAC = 0.1
 #: (docs/measurements/recurrent.md).
 _NO_FUSED_LSTM = "torch has no fused LSTM in it here"
 
-K = TypeVar("K")
-
-
-def _rounds(runs: Mapping[K, Callable[[], object]], device: torch.device) -> dict[K, float]:
-    """Median seconds of each, timed in turn."""
-
-    def timed(run: Callable[[], object]) -> float:
-        begin = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - begin
-
-    for run in runs.values():
-        timed(run)  # warm-up
-    taken: dict[K, list[float]] = {k: [] for k in runs}
-    rounds, begin = 0, time.perf_counter()
-    while rounds < _MIN_REPEATS or (
-        rounds < _MAX_REPEATS and (time.perf_counter() - begin < _BUDGET_SECONDS * len(runs) or _unsettled(taken))
-    ):
-        for k, run in runs.items():
-            taken[k].append(timed(run))
-        rounds += 1
-    return {k: statistics.median(v) for k, v in taken.items()}
-
 
 def _has_fused_lstm(fmt: str, device_type: str) -> bool:
     """oneDNN trains LSTMs in FP32, and in BF16 where the CPU has it; cuDNN in all three."""
     return fmt in native_formats(device_type) and not (device_type == "cpu" and fmt == "fp16")
 
 
-def _unsettled(taken: Mapping[K, list[float]]) -> bool:
-    return any(statistics.median(v) > _UNSETTLED * min(v) for v in taken.values())
+#: Elements of the tensors that casts are timed with: few, and what keeps the device busy for a while.
+_CAST_SIZES = {"cpu": (1 << 12, 1 << 20), "cuda": (1 << 16, 1 << 26)}
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    return _rounds({0: run}, device)[0]
-
-
-#: Elements of the tensors that casts are timed with.
-_CAST_SIZES = (1 << 12, 1 << 20)
-
-
-def measure_casts(device_type: str, formats: Iterable[str] = ()) -> Device:
+def measure_casts(device_type: str, formats: Iterable[str] = (), *, fused: bool = False) -> Device:
     """A `Device` with its native formats and measured casts, into the given formats with a scale and out of them as
-    well, E4M3 always among them; op timings are added by `time_ops`. Each pair is measured once in a process."""
+    well, E4M3 always among them; op timings are added by `time_ops`. Each pair is measured once in a process. `fused`:
+    see `Device.fused_casts`."""
     narrow = dict.fromkeys(["fp8_e4m3", *(f for f in formats if is_scaled(f))])
     names = (*_FORMATS, *narrow)
-    casts = tuple(_cast(device_type, a, b) for a in names for b in names if a != b)
+    casts = tuple(_cast(device_type, a, b, fused) for a in names for b in names if a != b)
     name = torch.cuda.get_device_name() if device_type == "cuda" else f"cpu {torch.backends.cpu.get_cpu_capability()}"
     native, switches = native_formats(device_type), fp32_arithmetic(device_type)
-    return Device(name=name, type=device_type, native=native, casts=casts, fp32_products=switches)
+    return Device(name=name, type=device_type, native=native, casts=casts, fp32_products=switches, fused_casts=fused)
 
 
 @cache
-def _cast(device_type: str, source: str, target: str) -> CastTiming:
+def _cast(device_type: str, source: str, target: str, fused: bool) -> CastTiming:
     device = torch.device(device_type)
     runs: list[Callable[[], object]] = []
-    for n in _CAST_SIZES:
+    sizes = _CAST_SIZES[device_type]
+    for n in sizes:
         x = torch.randn(n, device=device).to(dtype_of("fp32" if is_scaled(source) else source))
         if not is_scaled(source):
             dtype = None if is_scaled(target) else dtype_of(target)
-            runs.append(partial(encode, x, target) if dtype is None else partial(x.to, dtype))
+            into = packs if fused and has_dtype(target) else encode
+            runs.append(partial(into, x, target) if dtype is None else partial(x.to, dtype))
+        elif fused and has_dtype(source) and not is_scaled(target):
+            runs.append(partial(unpacks, encode(x, source).payload, source, dtype_of(target)))
         else:
             runs.append(partial(_again, encode(x, source), target))
-    return _cast_timing(source, target, _CAST_SIZES, [_seconds(run, device) for run in runs])
+    return _cast_timing(source, target, sizes, [seconds_of(run, device) for run in runs])
 
 
 def _again(packed: Packed, target: str) -> object:
@@ -149,7 +117,7 @@ def time_ops(cases: Mapping[str, TimingCase], formats: Iterable[str], device: De
             wanted = tuple(fmt for fmt in wanted if (key, fmt) not in missing)
             roles = case.op.roles or (Role.OUTPUT,)
             if any((key, role.value, fmt) not in known for fmt in wanted for role in roles):
-                found, lacking = _time_case(key, case, wanted, device.type)
+                found, lacking = _time_case(key, case, wanted, device)
                 timings += found
                 no_kernels += lacking
     finally:
@@ -172,17 +140,17 @@ def _candidates(case: TimingCase, formats: Iterable[str]) -> tuple[str, ...]:
 
 
 def _time_case(
-    key: str, case: TimingCase, formats: Sequence[str], device_type: str
+    key: str, case: TimingCase, formats: Sequence[str], device: Device
 ) -> tuple[list[OpTiming], list[NoKernel]]:
     runs: dict[tuple[Role | None, str], Callable[[], object]] = {}
     found: dict[str, _Runs] = {}
     lacking: list[NoKernel] = []
     for fmt in formats:
-        if case.op.op_class is OpClass.RECURRENT and not _has_fused_lstm(fmt, device_type):
+        if case.op.op_class is OpClass.RECURRENT and not _has_fused_lstm(fmt, device.type):
             lacking.append(NoKernel(timing_key=key, format=fmt, reason=_NO_FUSED_LSTM))
             continue
         try:
-            found[fmt] = _role_runs(case, fmt, device_type)
+            found[fmt] = _role_runs(case, fmt, device)
             for run in found[fmt].runs.values():
                 run()
         except (RuntimeError, ValueError, LookupError, TypeError, ArithmeticError, AssertionError) as error:
@@ -198,7 +166,7 @@ def _time_case(
             runs[(role, fmt)] = run
         if (forward := found[fmt].forward) is not None:
             runs[(None, fmt)] = forward
-    seconds = _rounds(runs, torch.device(device_type))
+    seconds = rounds(runs, torch.device(device.type))
     timings = [
         OpTiming(
             timing_key=key,
@@ -251,8 +219,8 @@ def _only(wanted: Sequence[Tensor], leaves: Sequence[Tensor]) -> Iterator[None]:
             t.requires_grad_()
 
 
-def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
-    forward, leaves, given = _callable(case, fmt, device_type)
+def _role_runs(case: TimingCase, fmt: str, on: Device) -> _Runs:
+    forward, leaves, given = _callable(case, fmt, on.type)
 
     def once() -> None:
         with torch.no_grad():
@@ -263,7 +231,7 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
             once()
 
     y, private = _with_private_bytes(forward, given)
-    device = torch.device(device_type)
+    device = torch.device(on.type)
     with torch.enable_grad():
         held = {Role.OUTPUT: workspace_bytes(forward, device)}
     ends = _differentiated(case, y)
@@ -302,7 +270,10 @@ def _role_runs(case: TimingCase, fmt: str, device_type: str) -> _Runs:
             held |= {role: workspace_bytes(run, device) for role, run in roles.items() if role is not Role.OUTPUT}
         if case.op.kind in GROUPED and fmt == "fp32":  # may give both gradients, whichever is wanted
             held |= dict.fromkeys((Role.GRAD_INPUT, Role.GRAD_WEIGHT), workspace_bytes(backward(ends, leaves), device))
-        mixed = _mixed(case, device_type) if fmt == "fp32" and case.op.is_plain_product else {}
+        mixed = _mixed(case, on.type) if fmt == "fp32" and case.op.is_plain_product else {}
+        if case.op.gemm is not None and on.fused_casts and is_scaled(fmt) and fmt in on.native:
+            fused = product_runs(leaves[0], leaves[1], case.op.gemm.how, fmt)
+            roles |= {} if fused is None else {role: fused[role] for role in roles}
         return _Runs(runs=roles, private_bytes=private, workspace=held, mixed=mixed)
     whole = backward(ends, leaves)
     runs: dict[Role, Callable[[], object]] = {Role.OUTPUT: lambda: (without_graph(), whole())}

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from autoprec.devices import DEVICE_TYPES
 from autoprec.execution.measuring import workspace_bytes
 
 __all__ = ["DryRun", "dry_run", "size_hint"]
@@ -47,26 +48,40 @@ def dry_run(
     code: Callable[..., Any], inputs: Sequence[Any], owned: Sequence[bool], outputs: int | None = None
 ) -> DryRun | None:
     """A call of generated code on such `inputs`; those that it is given to own count, until it lets go of them. So many
-    of the first results are outputs; None: all. None where nobody can tell: on other devices than CPUs, and where an op
-    of it says nothing about its results.
+    of the first results are outputs; None: all. None where nobody can tell: on other devices than CPUs and GPUs of
+    CUDA, and where an op of it says nothing about its results.
     """
+    code = _unwrapped(code)
     function = getattr(code, "__func__", None)
     if not isinstance(code, MethodType) or not isinstance(function, FunctionType):
         return None
-    if "empty_strided_cpu" not in function.__globals__ or any(
-        isinstance(x, Tensor) and x.device.type != "cpu" for x in inputs
-    ):
+    types = {x.device.type for x in inputs if isinstance(x, Tensor)}
+    if "empty_strided_cpu" not in function.__globals__ or types - set(DEVICE_TYPES):
         return None
+    device = torch.device("cuda" if "cuda" in types else "cpu")
     try:
-        return _run(code, function, inputs, owned, outputs)
+        return _run(code, function, inputs, owned, outputs, device)
     # What an op says of layouts that it cannot work on, a size that nobody knows, another profiler: a prediction is not
     # worth a compilation.
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError):
         return None
 
 
+def _unwrapped(code: Callable[..., Any]) -> Callable[..., Any]:
+    """The code itself: on a GPU what is called may be a function that aligns its inputs first."""
+    if not isinstance(code, FunctionType):
+        return code
+    seen = zip(code.__code__.co_freevars, code.__closure__ or (), strict=True)
+    return next((cell.cell_contents for name, cell in seen if name == "model"), code)
+
+
 def _run(
-    code: MethodType, function: FunctionType, inputs: Sequence[Any], owned: Sequence[bool], outputs: int | None
+    code: MethodType,
+    function: FunctionType,
+    inputs: Sequence[Any],
+    owned: Sequence[bool],
+    outputs: int | None,
+    device: torch.device,
 ) -> DryRun:
     arguments: list[Any] = []
     storages: dict[int, torch.UntypedStorage] = {}  # some are views of the same tensor
@@ -78,7 +93,7 @@ def _run(
     storages.clear()
     stay = [x for x, own in zip(arguments, owned, strict=True) if not own and isinstance(x, Tensor)]
     there = {x.untyped_storage()._cdata for x in stay}
-    held = _Held(there)
+    held = _Held(there, device)
     for i, counts in enumerate(owned):  # by place: nothing here holds what the code lets go of
         if counts and isinstance(arguments[i], Tensor):
             held.count(arguments[i])
@@ -118,9 +133,19 @@ def _without_kernels(name: str, value: Any, held: _Held) -> Any:
         return lambda *arguments: held.count(value(*arguments))
     if name == "assert_size_stride":
         return _as_it_will_be
-    if name.startswith(("assert_", "cpp_fused")):
+    if name.startswith(("assert_", "cpp_fused")) or name == "get_raw_stream":
         return _nothing
+    if name.startswith("triton_") and hasattr(value, "run"):
+        return _Kernel
     return value
+
+
+class _Kernel:
+    """In the place of one for a GPU."""
+
+    @staticmethod
+    def run(*arguments: Any, **options: Any) -> None:
+        """Nothing."""
 
 
 def _as_it_will_be(x: Any, size: Sequence[int], stride: Sequence[int], *told: Any) -> None:
@@ -139,9 +164,9 @@ class _Held(TorchDispatchMode):
     """Bytes of the storages of tensors that are alive, of those that it was told of and of all results, but for those
     that are `lent`: views of them are no bytes."""
 
-    def __init__(self, lent: Container[int]) -> None:
+    def __init__(self, lent: Container[int], device: torch.device) -> None:
         super().__init__()
-        self._lent = lent
+        self._lent, self._device = lent, device
         self._users: Counter[int] = Counter()
         self.now = self._most = 0
         #: By call of a kernel, as text: what measures its workspace, and the most that was held beside it.
@@ -149,7 +174,8 @@ class _Held(TorchDispatchMode):
 
     def peak(self) -> int:
         """Most bytes at once."""
-        with torch.random.fork_rng(devices=()), torch.no_grad():
+        devices = [torch.cuda.current_device()] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), torch.no_grad():
             return max(self._most, *(held + workspace() for workspace, held in self._kernels.values()), 0)
 
     def count(self, x: Tensor) -> Tensor:
@@ -170,7 +196,8 @@ class _Held(TorchDispatchMode):
             self.now -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        given = (kwargs or {}).get("out")  # not all that write into what is given say what they do on meta tensors
+        result = func(*args, **(kwargs or {})) if given is None else given
         before = {id(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for x in pytree.tree_leaves(result):
             if isinstance(x, Tensor) and id(x) not in before:
@@ -179,7 +206,7 @@ class _Held(TorchDispatchMode):
             call = pytree.tree_map_only(Tensor, _layout, (args, kwargs or {}))
             key = f"{func} {call}"
             held = max(self.now, self._kernels[key][1]) if key in self._kernels else self.now
-            self._kernels[key] = partial(_workspace, func, *call), held
+            self._kernels[key] = partial(_workspace, func, *call, self._device), held
         return result
 
 
@@ -193,11 +220,13 @@ def _layout(x: Tensor) -> _Layout:
     return _Layout(x.shape, x.stride(), x.dtype)
 
 
-def _workspace(kernel: Any, args: Any, kwargs: Any) -> int:
+def _workspace(kernel: Any, args: Any, kwargs: Any, device: torch.device) -> int:
     """Bytes that a kernel takes for itself: of zeros of these layouts."""
 
     def zeros(x: Any) -> Any:
-        return torch.empty_strided(x.shape, x.stride, dtype=x.dtype).zero_() if isinstance(x, _Layout) else x
+        if not isinstance(x, _Layout):
+            return x
+        return torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=device).zero_()
 
     positional, named = pytree.tree_map(zeros, (args, kwargs), is_leaf=lambda x: isinstance(x, _Layout))
-    return workspace_bytes(lambda: kernel(*positional, **named), torch.device("cpu"))
+    return workspace_bytes(lambda: kernel(*positional, **named), device)

@@ -92,25 +92,27 @@ class Training:
 
     def bare_step(self, batch: Any) -> float:
         """The same, when the graph is called and nothing else."""
-        with self._stripped():
+        with stripped(self.session):
             return self.step(batch)
 
-    @contextmanager
-    def _stripped(self) -> Iterator[None]:
-        session, guard = self.session, self.session._guard
 
-        def run(template: Any, arguments: Sequence[Any]) -> Any:
-            key = (template, tuple(id(arguments[p]) for p in template.parameter_positions))
-            return session._slots[key].run(arguments)
+@contextmanager
+def stripped(session: Any) -> Iterator[None]:
+    """The graphs are called, and nothing else happens."""
+    guard = session._guard
 
-        guard.remove()
-        session.run = run  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            del session.run
-            guard.watch.look_for_new()
-            boundaries.listen(guard)
+    def run(template: Any, arguments: Sequence[Any]) -> Any:
+        key = (template, tuple(id(arguments[p]) for p in template.parameter_positions))
+        return session._slots[key].run(arguments)
+
+    guard.remove()
+    session.run = run
+    try:
+        yield
+    finally:
+        del session.run
+        guard.watch.look_for_new()
+        boundaries.listen(guard)
 
 
 def cycles(run: Training, count: int) -> list[list[tuple[float, float]]]:

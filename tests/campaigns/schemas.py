@@ -226,6 +226,7 @@ DEVICE = mapping(
     no_kernels=items(mapping({"timing_key": TEXT, "format": one_of(FORMATS), "reason": TEXT})),
     source=one_of(["measured", "modelled"]),
     fp32_products=TEXT,
+    fused_casts={"type": "boolean"},
 )
 
 AT_LEAST_ONE = {"type": "number", "minimum": 1, "exclusiveMaximum": math.inf}
