@@ -13,8 +13,11 @@ from torch._higher_order_ops.while_loop import while_loop
 import autoprec
 from autoprec.calibration import clocks, timing
 from autoprec.devices import Device
-from autoprec.graphs import Role
+from autoprec.graphs import OpClass, Role
 from autoprec.numerics import gemm
+from autoprec.numerics.norms import layer_norm
+from autoprec.rewriting.rewrite import rewrite
+from tests.test_lowering import plan_of
 
 
 def test_each_gradient_of_a_narrow_product_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,3 +223,25 @@ def test_what_a_user_made_runs_in_steps_alone(op: Any, monkeypatch: pytest.Monke
     autoprec.compile(Model(), policy=policy, batches=batches, loss_fn=lambda m, x: m(x), events=None)
     assert _RUN and timed["linear"] == 0 and not any(timed.values())
     assert not {"counted", "hop.autograd_function_apply", "hop.while_loop", "hop.cond"} & timed.keys()
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_norms_are_timed_with_the_weights_that_a_plan_gives_them(kind: type[nn.Module], device_type: str) -> None:
+    """A GPU's kernels want one dtype. (The tensors are on the CPU, whatever the function is told.)"""
+    model = autoprec.compile(nn.Sequential(nn.Linear(8, 8), kind(8)), policy="observe", batches=[torch.randn(4, 8)] * 2,
+                             loss_fn=lambda m, x: m(x).square().mean(), events=None)  # fmt: skip
+    session = autoprec.session(model)
+    (case,) = (c for c in session._observed.cases.values() if c.op.op_class is OpClass.NORM)
+    run, leaves, _ = timing._callable(case, "bf16", device_type)
+    planned = torch.bfloat16 if device_type == "cuda" else torch.float32
+    assert [t.dtype for t in leaves] == [torch.bfloat16] + [planned] * (len(leaves) - 1)
+    assert run().dtype is torch.bfloat16
+
+    plan = plan_of({case.op.id: "bf16"})
+    rewritten = rewrite(next(iter(session._slots.values())).binding, plan, device_type)
+    seen: list[str] = []
+    for node in rewritten.module.graph.nodes:
+        if node.target in (torch.rms_norm, torch.nn.functional.rms_norm, layer_norm):
+            seen = [n.op for n in node.all_input_nodes[1:]]
+    assert seen == [("call_function" if device_type == "cuda" else "placeholder")] * (len(leaves) - 1)

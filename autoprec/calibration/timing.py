@@ -28,7 +28,7 @@ from autoprec.numerics.contractions import weighted_product
 from autoprec.numerics.dtypes import dtype_of, has_dtype, native_formats
 from autoprec.numerics.gemm import matmul
 from autoprec.numerics.lean import lean
-from autoprec.numerics.norms import layer_norm, norm
+from autoprec.numerics.norms import layer_norm, norm, takes_one_dtype
 from autoprec.numerics.packing import Packed, decode, encode
 from autoprec.numerics.specs import NORM_SIGNATURE, fit_scalars, gemm_spec, norm_call
 from autoprec.numerics.switches import fp32_arithmetic
@@ -337,13 +337,15 @@ def _callable(
     op, node, dtype = case.op, case.op.node, dtype_of(result_format(fmt))
     leaves: list[Tensor] = []
     given: list[Tensor] = []
+    narrow_weights = fmt == "bf16" and takes_one_dtype(op.kind, device_type)
 
     def make(v: Any) -> Any:
         if not isinstance(v, TensorMeta):
             return v
         x = _like(v)
         if x.dtype is torch.float32:
-            keeps_fp32 = op.op_class is OpClass.LOOKUP or (bool(leaves) and op.op_class is OpClass.NORM)
+            is_weight = bool(leaves) and op.op_class is OpClass.NORM
+            keeps_fp32 = op.op_class is OpClass.LOOKUP or (is_weight and not narrow_weights)
             if op.gemm is None and not keeps_fp32:
                 x = x.to(dtype)
             x.requires_grad_(v.requires_grad and x.dtype.is_floating_point)

@@ -20,7 +20,7 @@ from torch import Tensor
 from autoprec.numerics.compilers import is_traced
 from autoprec.numerics.double_backward import refuse_double_backward
 
-__all__ = ["NormCall", "layer_norm", "norm"]
+__all__ = ["NormCall", "layer_norm", "norm", "takes_one_dtype"]
 
 #: Elements of a BF16 layer norm that are differentiated at a time: FP32 copies of so many fit the caches, and up to as
 #: many torch's own backward pass takes no less time; a quarter less at 16 times as many (docs/measurements/pieces.md).
@@ -55,6 +55,12 @@ class NormCall:
         if self.kind == "group_norm":
             return F.group_norm(x, self.shape[0], weight, bias, self.eps)
         return F.batch_norm(x, mean, var, weight, bias, self.training, self.momentum, self.eps)
+
+
+def takes_one_dtype(kind: str, device_type: str) -> bool:
+    """Whether torch's kernels for a norm of a BF16 tensor want its weights in BF16: elsewhere than on a CPU those of
+    layer and group norms refuse FP32 ones, and RMS norms are made of small ops then, six times as slow."""
+    return device_type != "cpu" and kind in ("layer_norm", "group_norm", "rms_norm")
 
 
 class _Norm(torch.autograd.Function):

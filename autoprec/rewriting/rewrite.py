@@ -35,7 +35,7 @@ from autoprec.numerics.keeping import cast_of_kept
 from autoprec.numerics.kernels import kernel
 from autoprec.numerics.lean import lean, relu_keeping_bits
 from autoprec.numerics.losses import cross_entropy
-from autoprec.numerics.norms import layer_norm, norm
+from autoprec.numerics.norms import layer_norm, norm, takes_one_dtype
 from autoprec.numerics.packing import encode
 from autoprec.numerics.products import GemmSpec
 from autoprec.numerics.remaking import made_again
@@ -382,7 +382,7 @@ class _Rewriter(Storing):
         x = op.inputs[0][0]
         if fmt == "fp16":
             return self._norm_in_fp16(op, region)
-        whole = self.device_type != "cpu" and op.kind in ("layer_norm", "group_norm", "rms_norm")
+        whole = takes_one_dtype(op.kind, self.device_type)
         new = self.copy_main(op, lambda n: self.in_format(n, fmt, region) if n is x or whole else self.as_written(n))
         if op.kind == "layer_norm" and new.target is F.layer_norm:
             new.target = layer_norm
