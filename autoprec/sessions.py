@@ -274,6 +274,7 @@ class Session(Replanning, Resumable):
         self._calls.clear()
         self._ran.clear()
         self._incident = ""
+        self._frozen.thaw_trainable()  # Dynamo need not notice, and what nobody captures anew is not bound anew
         interval = self.policy.monitor.interval_steps
         monitored = self.steps % interval == interval - 1 and self._stability.watches(self.plan)
         if self.calibrating:
