@@ -28,7 +28,7 @@ from autoprec.execution.attribution import investigate
 from autoprec.execution.faults import Fault
 from autoprec.execution.freezing import FrozenParameters
 from autoprec.execution.lowering import Backend, Lowering
-from autoprec.execution.replay import CallRecord, in_backward, keep_gradients, record_call
+from autoprec.execution.replay import CallRecord, forget, in_backward, keep_gradients, record_call
 from autoprec.execution.slots import Slot
 from autoprec.execution.stepping import StepGuard
 from autoprec.execution.takeover import Takeover
@@ -250,15 +250,20 @@ class Session(Replanning, Resumable):
             slot.faults = self._faults_in(slot.binding)
         self._ran.add(slot)
         self._guard.covered.add(slot.binding.covers)
-        if self._calls and self._device_type == "cpu" and all(c.returned >= 0 for c in self._calls):
-            if self._guard.watch.verdict():
-                self._calls.clear()  # micro-batches that are known to be good: nobody will replay them
+        # Micro-batches that are known to be good nobody will replay. While the host asks a device how the one before
+        # went, that has this forward pass to do.
+        before = list(self._calls) if all(c.returned >= 0 for c in self._calls) else []
+        on_cpu = next(iter(self._parameters.values())).is_cpu
+        if before and on_cpu and self._guard.watch.verdict():
+            forget(self._calls, before)
         record = record_call(slot.binding, arguments)
         self._calls.append(record)
         if self.calibrating and (told := self._provisional.weigh(slot, arguments, self._guard.optimizer_bytes)):
             self._log.add_once(self.steps, "warning", trigger="memory", evidence=told)
         outputs, how = self._observed.run(slot, arguments), self._observed.how_to_note(slot.binding)
         self._losses.look(outputs)
+        if before and not on_cpu and self._guard.watch.verdict():
+            forget(self._calls, before)
         keep_gradients(record, outputs, self._guard.covered, **how)
         return outputs
 

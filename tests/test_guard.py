@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -430,3 +431,29 @@ def test_small_gradients_are_looked_at_together_and_told_apart(
     watch = GradientWatch({str(i): p for i, p in enumerate(parameters)})
     torch.autograd.backward(parameters, [torch.full_like(p, s) for p, s in zip(parameters, sizes, strict=True)])
     assert watch.verdict() == (not bad) and (watch.bad, watch.large) == (bad, large)
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1])
+def test_of_micro_batches_elsewhere_those_are_kept_that_nobody_knows_of(
+    bad: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradients of a micro-batch are asked for before its backward pass begins, in the time that the forward pass
+    of the next one takes: their outputs' gradients are not there together. What was bad stays, to be replayed."""
+    monkeypatch.setattr(Tensor, "is_cpu", property(lambda self: False))
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    autoprec.compile(model, policy="observe", events=None)
+    session, optimizer = autoprec.session(model), torch.optim.SGD(model.parameters(), lr=1e-4)
+    for _ in range(9):
+        optimizer.zero_grad()
+        model(torch.randn(8, 16)).square().sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    before, kept = [p.detach().clone() for p in model.parameters()], []
+    for k in range(3):
+        y = model(torch.randn(8, 16) * (math.inf if k == bad else 1.0))
+        kept.append(len(session._calls))
+        y.square().sum().backward()
+    assert kept == {None: [1, 1, 1], 0: [1, 2, 3], 1: [1, 1, 2]}[bad]
+    optimizer.step()
+    assert session.step_was_skipped == (bad is not None)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)) == (bad is not None)

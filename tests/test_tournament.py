@@ -169,8 +169,12 @@ def test_change_of_loss_and_gradients() -> None:
     assert torch.equal(a, b.flatten()[:: -(-b.numel() // (1 << 14))])
 
 
-def test_micro_batches_replay_the_last_and_pieces_replay_together() -> None:
-    """Of good micro-batches nothing is kept but the last."""
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_micro_batches_replay_the_last_and_pieces_replay_together(
+    on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of good micro-batches nothing is kept but the last, also where the host asks a device for the verdict."""
+    monkeypatch.setattr(Tensor, "is_cpu", property(lambda self: on_cpu))
     model = Stateful()
     autoprec.compile(model, policy=load_policy("balanced").replaced(calibration={"steps": 2}), events=None)
     session = autoprec.session(model)
@@ -179,7 +183,6 @@ def test_micro_batches_replay_the_last_and_pieces_replay_together() -> None:
         loss_of(model, torch.randn(8, 16)).backward()
         assert len(session._calls) == 1
         calls += session._calls
-    # CUDA's sessions still have them all.
     tournament = Tournament(calls, session._guard.buffers.values(), "cpu", session.lowering)
     assert tournament._calls == calls[-1:]
 

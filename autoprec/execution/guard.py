@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -51,8 +51,7 @@ class GradientWatch:
         self._arrived: list[str] = []
         self._task = [_NO_TASK - 1]
         self._shared: set[str] = set()
-        #: By the device and the dtype of the numbers: names, and the largest magnitudes of their gradients.
-        self._largest: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
+        self._coming: list[_Coming] = []
         self._judged: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._unwatched = dict(parameters)
@@ -134,21 +133,20 @@ class GradientWatch:
         for fqn, values in alone:
             if not _has_square(values):
                 (self.large if bool(values.isfinite().all()) else self.bad).add(fqn)
-        for key, named in elsewhere.items():
+        for named in elsewhere.values():
             names, grads = zip(*named, strict=True)
-            largest = torch._foreach_norm(grads, ord=math.inf)  # NaN where there is one
-            self._largest.setdefault(key, []).extend(zip(names, largest, strict=True))
+            self._coming.append(_Coming(names, torch._foreach_norm(grads, ord=math.inf)))  # NaN where there is one
 
     def verdict(self) -> bool:
-        """True if every gradient since `clear` was finite. Waits for the device once."""
+        """True if every gradient since `clear` was finite. Waits for the device until it has looked at the last of
+        them, and not for what it was asked for after that."""
         self.look()
-        for named in self._largest.values():
-            for (name, _), largest in zip(named, torch.stack([x for _, x in named]).tolist(), strict=True):
-                if not math.isfinite(largest):
-                    self.bad.add(name)
-                elif not self._squares_add_up(name, largest):
-                    self.large.add(name)
-        self._largest = {}
+        for name, largest in (pair for coming in self._coming for pair in coming.read()):
+            if not math.isfinite(largest):
+                self.bad.add(name)
+            elif not self._squares_add_up(name, largest):
+                self.large.add(name)
+        self._coming = []
         return not self.bad
 
     def _squares_add_up(self, name: str, largest: float) -> bool:
@@ -186,7 +184,7 @@ class GradientWatch:
         self._fresh.clear()
         self.bad.clear()
         self.large.clear()
-        self._largest = {}
+        self._coming = []
         self._judged.clear()
 
     def remove(self) -> None:
@@ -195,6 +193,25 @@ class GradientWatch:
             handle.remove()
         self._handles.clear()
         self._unwatched = dict(self._parameters)
+
+
+class _Coming:
+    """The largest magnitudes of some gradients of one device and dtype, on their way to the host."""
+
+    def __init__(self, names: Sequence[str], largest: Sequence[Tensor]) -> None:
+        self._names, self._largest = names, torch.stack(list(largest))
+        self._there: torch.cuda.Event | None = None
+        if self._largest.is_cuda:
+            pinned = torch.empty(len(names), dtype=self._largest.dtype, pin_memory=True)
+            self._largest = pinned.copy_(self._largest, non_blocking=True)
+            self._there = torch.cuda.Event()
+            self._there.record()
+
+    def read(self) -> Iterator[tuple[str, float]]:
+        """Names and numbers, as soon as they are there."""
+        if self._there is not None:
+            self._there.synchronize()
+        return zip(self._names, self._largest.tolist(), strict=True)
 
 
 #: Outside of any backward pass.

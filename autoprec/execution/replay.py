@@ -7,6 +7,7 @@ outputs.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from autoprec.tracing.bindings import Binding
 
 __all__ = [
     "CallRecord",
+    "forget",
     "in_backward",
     "keep_gradients",
     "record_call",
@@ -117,6 +119,13 @@ def _without(g: Tensor, sent: list[Tensor]) -> Tensor | None:
 def in_backward() -> bool:
     """Whether autograd is running a backward pass on this thread: what runs forward now is recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+def forget(calls: deque[CallRecord], known: Sequence[CallRecord]) -> None:
+    """Let go of calls that nobody will replay."""
+    kept = [call for call in calls if call not in known]
+    calls.clear()
+    calls.extend(kept)
 
 
 def record_call(binding: Binding, arguments: Sequence[Any]) -> CallRecord:
