@@ -1,13 +1,14 @@
 """Less memory at full speed on a GPU? `python -m tests.bench.llama [--layers 4] [--rows 16] [--length 2048] [--more]`
 
 A Llama-like stack (RMSNorm, rotary positions, causal attention, SwiGLU) on bytes of the standard library's sources, on
-the GPU where there is one. torch.compile under BF16 autocast, `memory`, and `balanced` under 0.6 of the bytes that the
-first took, all through inductor; with --more also `balanced` without a budget, and all of them without a compiler. Per
-contestant: bytes held between the passes, peak beyond parameters, gradients and optimizer state, the same as predicted,
-gradient error to FP32's, seconds until the first step; time of a step (forward, backward, AdamW), in turn with the
-first, in blocks of four after which the host waits for the device. Then what guard and monitor add, at default
-settings, to blocks of steps of the plan under the budget that are bare (`tests.bench.overhead`). Exit code 1 where no
-plan takes at most 0.6 of the bytes that are held at autocast's throughput, and where a peak is 5 % off.
+the GPU where there is one. torch.compile under BF16 autocast, `balanced` under 0.6 of the peak that the first took (or
+little more than the least that fits), and `memory`, all through inductor; with --more also `balanced` without a budget,
+and all of them without a compiler. Per contestant: bytes held between the passes, peak beyond parameters, gradients and
+optimizer state, the same as predicted, gradient error to FP32's, seconds until the first step; time of a step (forward,
+backward, AdamW), in turn with the first, in blocks of four after which the host waits for the device. Then what guard
+and monitor add, at default settings, to blocks of steps of the plan under the budget that are bare
+(`tests.bench.overhead`). Exit code 1 where no plan takes at most 0.6 of the bytes that are held at autocast's
+throughput, and where a peak is 5 % off.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from tests.bench.workloads import conclude, next_byte_loss, text_batch
 #: From the issue: of autocast's bytes, and of its throughput.
 BYTES, THROUGHPUT = 0.6, 1.0
 OFF = 0.05
+#: Where no plan fits 0.6 of autocast's peak, of the least that one does.
+ROOM = 1.02
 BLOCK = 4
 AUTOCAST, MEMORY, BUDGET = "autocast bf16, compiled", "memory, compiled", "0.6 of the bytes, compiled"
 
@@ -237,7 +240,15 @@ def contest(given: argparse.Namespace, device: torch.device) -> list[str]:
         def make() -> Contestant:
             timed = next((r.timed for r in reversed(runs.values()) if r.timed is not None), None)
             peak = None if budget is None else target(budget, runs, model)
-            return planned(model, batches, policy, peak, backend, timed)
+            try:
+                return planned(model, batches, policy, peak, backend, timed)
+            except autoprec.InfeasibleError as error:
+                if error.smallest_bytes is None:
+                    raise
+                least = math.ceil(ROOM * error.smallest_bytes)
+                print(f"    no plan within {peak} bytes of parameters and all; the least are {error.smallest_bytes}:"
+                      f" {ROOM} of these instead", flush=True)  # fmt: skip
+                return planned(model, batches, policy, least, backend, timed)
 
         return make
 
