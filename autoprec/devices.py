@@ -192,6 +192,7 @@ class Device:
             self,
             timings=tuple(t for t in self.timings if not is_scaled(t.format)),
             casts=tuple(c for c in self.casts if not (is_scaled(c.source) or is_scaled(c.target))),
+            no_kernels=tuple(k for k in self.no_kernels if not is_scaled(k.format)),
             fused_casts=fused,
         )
 

@@ -122,7 +122,9 @@ class GradientWatch:
             if (g := self._parameters[fqn].grad) is None:
                 continue
             values = _values(g)
-            if values.numel() and not values.is_cpu:
+            if not values.numel():
+                continue
+            if not values.is_cpu:
                 elsewhere.setdefault((values.device, values.dtype), []).append((fqn, values))
             elif values.dim() == 1 and values.numel() <= _FEW and values.dtype is torch.float32:
                 together.append((fqn, values))
@@ -135,27 +137,26 @@ class GradientWatch:
                 (self.large if bool(values.isfinite().all()) else self.bad).add(fqn)
         for named in elsewhere.values():
             names, grads = zip(*named, strict=True)
-            self._coming.append(_Coming(names, torch._foreach_norm(grads, ord=math.inf)))  # NaN where there is one
+            norms = torch._foreach_norm(grads, ord=2, dtype=_summed_in(grads[0]))
+            self._coming.append(_Coming(names, norms, grads[0].device))
 
     def verdict(self) -> bool:
         """True if every gradient since `clear` was finite. Waits for the device until it has looked at the last of
         them, and not for what it was asked for after that."""
         self.look()
-        for name, largest in (pair for coming in self._coming for pair in coming.read()):
-            if not math.isfinite(largest):
-                self.bad.add(name)
-            elif not self._squares_add_up(name, largest):
-                self.large.add(name)
+        for name, norm, dtype in (found for coming in self._coming for found in coming.read()):
+            if not norm * norm <= _LARGEST[dtype]:
+                (self.large if self._is_large(name, norm) else self.bad).add(name)
         self._coming = []
         return not self.bad
 
-    def _squares_add_up(self, name: str, largest: float) -> bool:
-        """Whether its squares have a sum that is finite: told by the largest of them, and only where that may be too
-        much by a second look, at the gradient as it is now."""
-        if (g := self._parameters[name].grad) is None:
-            return True
+    def _is_large(self, name: str, norm: float) -> bool:
+        """Whether a gradient whose squares have no sum is finite: told by a second look. One that was changed
+        meanwhile, by clipping, does not say what it was, and counts as bad."""
+        if math.isnan(norm) or (g := self._parameters[name].grad) is None:
+            return False
         values = _values(g)
-        return largest * largest * values.numel() <= _LARGEST[_summed_in(values)] or _has_square(values)
+        return bool(values.isfinite().all()) and not _has_square(values)
 
     def largest(self) -> dict[str, float]:
         """The largest magnitude in each bad gradient, as it is now; infinite where it is not finite."""
@@ -196,22 +197,23 @@ class GradientWatch:
 
 
 class _Coming:
-    """The largest magnitudes of some gradients of one device and dtype, on their way to the host."""
+    """The norms of some gradients of one device and dtype, on their way to the host."""
 
-    def __init__(self, names: Sequence[str], largest: Sequence[Tensor]) -> None:
-        self._names, self._largest = names, torch.stack(list(largest))
+    def __init__(self, names: Sequence[str], norms: Sequence[Tensor], device: torch.device) -> None:
+        self._names, self._norms = names, torch.stack(list(norms))
         self._there: torch.cuda.Event | None = None
-        if self._largest.is_cuda:
-            pinned = torch.empty(len(names), dtype=self._largest.dtype, pin_memory=True)
-            self._largest = pinned.copy_(self._largest, non_blocking=True)
-            self._there = torch.cuda.Event()
-            self._there.record()
+        if device.type == "cuda":
+            pinned = torch.empty(len(names), dtype=self._norms.dtype, pin_memory=True)
+            with torch.cuda.device(device):  # whose stream copies
+                self._norms = pinned.copy_(self._norms, non_blocking=True)
+                self._there = torch.cuda.Event()
+                self._there.record()
 
-    def read(self) -> Iterator[tuple[str, float]]:
-        """Names and numbers, as soon as they are there."""
+    def read(self) -> Iterator[tuple[str, float, torch.dtype]]:
+        """Names, norms, and the dtype in which the squares were added up, as soon as they are there."""
         if self._there is not None:
             self._there.synchronize()
-        return zip(self._names, self._largest.tolist(), strict=True)
+        return ((name, norm, self._norms.dtype) for name, norm in zip(self._names, self._norms.tolist(), strict=True))
 
 
 #: Outside of any backward pass.
@@ -303,7 +305,7 @@ class BufferSnapshot:
         self._takes = 0
         self._constant: dict[str, int] = {}
         self._copies: dict[str, tuple[Tensor, Tensor]] = {}
-        self._looked: list[tuple[str, Tensor, Tensor, Tensor]] = []
+        self._sums: dict[str, Tensor] = {}
         self._names: list[str] = []
         self._own: list[Mapping[str, Tensor | None]] = []
         self._children: list[Mapping[str, nn.Module | None]] = []
@@ -331,6 +333,7 @@ class BufferSnapshot:
 
     def take(self) -> None:
         """Copy what may change in the step that begins."""
+        self._sums.clear()
         buffers = self._buffers()
         if self._takes == 1:
             for name, (buffer, saved) in self._copies.items():
@@ -351,24 +354,30 @@ class BufferSnapshot:
                     owner, _, key = name.rpartition(".")
                     model.get_submodule(owner)._buffers[key] = buffer
 
-    def look(self) -> None:
-        """Ask for what `turned_nonfinite` reads, which waits for the device."""
+    def ask(self) -> None:
+        """For what `turned_nonfinite` will read, of a device that the host need not wait for yet."""
+        self._sums = {n: b.sum() for n, b, _ in self._floating() if not b.is_cpu}
+
+    def _floating(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Names, buffers as they are now, and copies, of those that may have become non-finite."""
         now = self._buffers() if self._copies else {}
-        looked = [(n, now.get(n, b), saved) for n, (b, saved) in self._copies.items()]
-        self._looked = [(n, b, saved, b.sum()) for n, b, saved in looked if b.is_floating_point()]
+        for name, (buffer, saved) in self._copies.items():
+            if (b := now.get(name, buffer)).is_floating_point():
+                yield name, b, saved
 
     def turned_nonfinite(self) -> list[str]:
-        """Names of buffers that were finite at `take` and were not when `look` was called (a statistic can overflow
-        before a gradient)."""
-        by_place: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor, Tensor, Tensor]]] = {}
-        for seen in self._looked:
-            by_place.setdefault((seen[3].device, seen[3].dtype), []).append(seen)
-        self._looked = []
+        """Names of buffers that were finite at `take` and are not now (a statistic can overflow before a gradient)."""
+        by_place: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        for name, total in self._sums.items():
+            by_place.setdefault((total.device, total.dtype), []).append(name)
+        sums: dict[str, float] = {}
+        for names in by_place.values():
+            sums |= zip(names, torch.stack([self._sums[n] for n in names]).tolist(), strict=True)
+        self._sums.clear()
         return [
             name
-            for seen in by_place.values()
-            for (name, b, saved, _), total in zip(seen, torch.stack([s[3] for s in seen]).tolist(), strict=True)
-            if not math.isfinite(abs(total))
+            for name, b, saved in self._floating()
+            if not math.isfinite(sums[name] if name in sums else float(b.sum()))
             and not bool(_values(b).isfinite().all())
             and bool(_values(saved).isfinite().all())
         ]

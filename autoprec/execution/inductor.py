@@ -43,8 +43,9 @@ _INPUT, _GIVEN = "primals_", "tangents_"
 _OPTIONS = {"emulate_precision_casts": True, "fallback_random": True}
 
 
-#: (place among the inputs, format) of parameters that are held without an FP32 copy.
-_Held = tuple[tuple[int, str], ...]
+#: Of frozen parameters of which the plan wants no FP32 copy: place among the inputs, the format in which it is held all
+#: the same (None: it is in FP32 again), and whether it is trained by now.
+_Held = tuple[tuple[int, str | None, bool], ...]
 
 
 class Inductor:
@@ -55,7 +56,7 @@ class Inductor:
         self._binding, self._plan, self._rewritten = binding, plan, rewritten
         self._fakes = [n.meta["example_value"] for n in binding.template.placeholders]
         self._symbols = [i for i, x in enumerate(self._fakes) if isinstance(x, torch.SymInt)]
-        #: Frozen parameters of which the plan wants no FP32 copy; Dynamo need not notice that they have become such.
+        #: Dynamo need not notice that they have become such.
         self._living = {} if plan is None else _living(binding, plan)
         self._general: dict[_Held, tuple[Callable[..., Any], Callable[..., bool]]] = {}
         self._special: dict[tuple[_Held, tuple[int, ...]], Callable[..., Any]] = {}
@@ -64,7 +65,11 @@ class Inductor:
 
     def prepare(self) -> None:
         """Compile with the symbols that Dynamo captured, and for parameters that live as the plan has them."""
-        self._of(tuple(self._living.items()))
+        self._of(self._planned)
+
+    @property
+    def _planned(self) -> _Held:
+        return tuple((i, fmt, False) for i, fmt in self._living.items())
 
     def _of(self, held: _Held) -> tuple[Callable[..., Any], Callable[..., bool]]:
         if held not in self._general:
@@ -74,8 +79,7 @@ class Inductor:
     def __call__(self, *arguments: Any) -> Any:
         """Run it, compiled now if nothing that is there fits."""
         sizes = tuple(int(arguments[i]) for i in self._symbols)
-        given = ((i, arguments[i]) for i in self._living)
-        held = tuple((i, p.format) for i, p in given if isinstance(p, NarrowParameter))
+        held = tuple((i, format_held(p := arguments[i]), p.requires_grad) for i in self._living)
         run, holds = self._of(held)
         if holds(sizes):
             return run(*arguments)
@@ -102,17 +106,19 @@ class Inductor:
 
     def _examples(self, held: _Held) -> list[Any]:
         """What Dynamo captured the graph with, but parameters in the formats that they are held in."""
-        examples, formats = list(self._fakes), dict(held)
-        for i in self._living:
-            if (found := format_held(examples[i])) != formats.get(i):
-                plain = examples[i] if found is None else torch.empty_like(examples[i].payload, dtype=torch.float32)
-                examples[i] = plain if i not in formats else narrow_like(plain, formats[i])
+        examples = list(self._fakes)
+        for i, fmt, trained in held:
+            x = examples[i]
+            if format_held(x) != fmt:
+                plain = torch.empty_like(x.payload, dtype=torch.float32) if isinstance(x, NarrowParameter) else x
+                x = plain if fmt is None else narrow_like(plain, fmt)
+            examples[i] = x if x.requires_grad == trained else x.detach().requires_grad_(trained)
         return examples
 
     @property
     def order(self) -> Order:
         """What `prepare` compiles."""
-        return Order(self._labelled(), self._examples(tuple(self._living.items())))
+        return Order(self._labelled(), self._examples(self._planned))
 
     def _compile(self, examples: Sequence[Any]) -> Callable[..., Any]:
         begin = time.perf_counter()

@@ -109,7 +109,7 @@ class StepGuard:
         if not self.in_step and self.bad and self.watch.bad_gradients_are_gone():
             self.bad = False  # that step is over for every optimizer
         self._keeper.before_first_update(self.missed(), scaled=scaler is not None)
-        self.buffers.look()
+        self.buffers.ask()
         finite = self.watch.verdict()  # waits for the device
         if finite and self.watch.large and squares_gradients(optimizer):
             self.watch.bad |= self.watch.large
@@ -157,7 +157,7 @@ class StepGuard:
         """A boundary of a loop without a torch optimizer: the same questions are asked, nothing can be vetoed."""
         if self.in_step or self.watch.fresh:
             self._keeper.before_first_update(self.missed(), scaled=None)
-            self.buffers.look()
+            self.buffers.ask()
             if not self.bad and (not self.watch.verdict() or self._bad_buffers() or self._keeper.loss_is_off()):
                 self._veto_alone()
             self.end()

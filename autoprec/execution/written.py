@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autoprec.checks import described
 from autoprec.errors import UnsupportedError
 from autoprec.numerics.compilers import OF_TENSOR
+from autoprec.numerics.frozen import NarrowParameter
 from autoprec.rewriting.calls import Method, With
 
 __all__ = ["read_graph", "write_graph"]
@@ -101,6 +102,8 @@ class _Input(NamedTuple):
 def _written_input(x: Any, storages: Mapping[int, int]) -> Any:
     if not isinstance(x, Tensor):
         return _written(x)
+    if isinstance(x, NarrowParameter):
+        raise UnsupportedError(f"a frozen parameter lives in {x.format}")
     if x.layout is not torch.strided:
         raise UnsupportedError("an input of the graph is sparse")
     memory = x.untyped_storage()

@@ -146,6 +146,10 @@ def _become(parameter: nn.Parameter, other: nn.Parameter) -> None:
         mine.pop(name, None)
     parameter.__dict__.clear()
     parameter.__dict__.update(mine | theirs)
+    # Hooks are the object's, and autograd calls what it finds with the contents.
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(parameter, hooks) is not None:
+            setattr(parameter, hooks, getattr(parameter, hooks))
 
 
 #: Attributes of a narrow parameter, `nn.Parameter`'s mark on it among them; all others are the user's.
