@@ -258,9 +258,11 @@ def test_a_model_can_be_moved() -> None:
     assert all("_apply" not in vars(m) for m in model.modules())
 
 
-def test_one_that_is_trained_later_has_a_master_again() -> None:
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_one_that_is_trained_later_has_a_master_again(backend: str) -> None:
+    """And the guard watches it."""
     model, batches = made()
-    compiled(model, batches, "bf16")
+    compiled(model, batches, "bf16", backend=backend)
     weight, rounded = model.head.weight, model.head.weight.clone()
     assert isinstance(weight, NarrowParameter)
     weight.requires_grad_(True)
@@ -271,6 +273,12 @@ def test_one_that_is_trained_later_has_a_master_again() -> None:
     assert model.head.weight is weight and type(weight) is nn.Parameter
     assert torch.equal(weight, torch.add(rounded, gradient, alpha=-1e-4)) and gradient.abs().max() > 0
     assert any("trained from now on" in e.evidence for e in autoprec.session(model).events)
+    before = [p.detach().clone() for p in model.parameters()]
+    weight.register_hook(lambda g: torch.full_like(g, torch.nan))
+    loss_of(model, batches[1]).backward()
+    optimizer.step()
+    assert autoprec.session(model).step_was_skipped
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_a_promotion_leaves_it_where_it_lives() -> None:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import autoprec
 from autoprec.calibration import timing
 from autoprec.calibration.fusing import packs, product_runs, unpacks
-from autoprec.devices import CastTiming, Device, OpTiming
+from autoprec.devices import CastTiming, Device, NoKernel, OpTiming
 from autoprec.execution import dry_run as dry_run_module
 from autoprec.execution.dry_run import dry_run
 from autoprec.graphs import Role
@@ -101,10 +101,12 @@ def test_timings_made_the_other_way_are_made_again() -> None:
         timings=tuple(OpTiming(timing_key="op", role="output", format=f, seconds=1e-3) for f in ("bf16", "fp8_e4m3")),
         casts=(CastTiming(source="fp32", target="bf16", seconds_per_element=1e-12),
                CastTiming(source="bf16", target="fp8_e4m3", seconds_per_element=1e-12)),
+        no_kernels=tuple(NoKernel(timing_key="other", format=f, reason="no memory") for f in ("fp16", "fp8_e4m3")),
     )  # fmt: skip
     assert device.told_of_casts(fused=False) is device
     other = device.told_of_casts(fused=True)
     assert other.fused_casts and [t.format for t in other.timings] == ["bf16"] and len(other.casts) == 1
+    assert [k.format for k in other.no_kernels] == ["fp16"]
     modelled = replace(device, source="modelled")
     assert modelled.told_of_casts(fused=True) is modelled
 

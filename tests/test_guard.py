@@ -457,3 +457,58 @@ def test_of_micro_batches_elsewhere_those_are_kept_that_nobody_knows_of(
     optimizer.step()
     assert session.step_was_skipped == (bad is not None)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)) == (bad is not None)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("clip", ["norm", "value"])
+@pytest.mark.parametrize("size", [1e25, math.inf])
+def test_clipping_hides_nothing_on_any_device(
+    size: float, clip: str, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what is not finite nor what AdamW could not square."""
+    monkeypatch.setattr(Tensor, "is_cpu", property(lambda self: on_cpu))
+    model = autoprec.compile(nn.Linear(4, 4), policy="observe", events=None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for x in (*[torch.randn(2, 4) for _ in range(3)], torch.full((2, 4), size)):
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        if clip == "norm":
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        else:
+            nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        optimizer.step()
+    assert autoprec.session(model).step_was_skipped
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_norms_come_by_the_stream_of_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event that waits for another GPU's stream waits for nothing."""
+    from autoprec.execution import guard
+
+    current, recorded = [0], list[int]()
+
+    class Of:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            self.before, current[0] = current[0], self.device.index
+
+        def __exit__(self, *error: object) -> None:
+            current[0] = self.before
+
+    class Event:
+        def record(self) -> None:
+            recorded.append(current[0])
+
+        def synchronize(self) -> None:
+            recorded.append(-1)
+
+    monkeypatch.setattr(torch.cuda, "device", Of)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
+    coming = guard._Coming(["a", "b"], [torch.tensor(1.0), torch.tensor(2.0)], torch.device("cuda", 1))
+    assert recorded == [1] and current == [0]
+    assert list(coming.read()) == [("a", 1.0, torch.float32), ("b", 2.0, torch.float32)] and recorded == [1, -1]
