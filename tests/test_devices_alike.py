@@ -24,6 +24,7 @@ from autoprec.serial import load_policy
 from tests.bench.llama import Stack
 from tests.bench.workloads import next_byte_loss
 
+#: Nobody can run the second without one; the first is its twin.
 DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")),

@@ -24,21 +24,8 @@ from autoprec.numerics.contractions import Contraction
 from autoprec.numerics.packing import amax_of, decode, encode
 
 
-def own_product() -> bool:
-    """Whether this torch multiplies FP8 on a CPU."""
-    x = encode(torch.ones(16, 16), "fp8_e4m3")
-    try:
-        from autoprec.numerics.products import scaled_product
-
-        scaled_product(x, x, torch.bfloat16)
-    except NotImplementedError:
-        return False
-    return True
-
-
 @pytest.mark.parametrize("how", [Contraction("ak", "nk", "an"), Contraction("bak", "kn", "ban")])
 @pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e5m2"])
-@pytest.mark.skipif(not own_product(), reason="no FP8 product on a CPU in this torch")
 def test_roles_multiply_what_they_say(how: Contraction, fmt: str) -> None:
     x = torch.randn(2, 16, 32) if len(how.x) == 3 else torch.randn(48, 32)
     weight = torch.randn(64, 32) if how.weight == "nk" else torch.randn(32, 64)
@@ -75,7 +62,6 @@ def test_the_passes_are_those_of_a_cast() -> None:
     assert torch.equal(wide * packed.inverse_scale, decode(packed, torch.float32))  # type: ignore[operator]
 
 
-@pytest.mark.skipif(not own_product(), reason="no FP8 product on a CPU in this torch")
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_device_says_how_its_casts_were_timed(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = autoprec.compile(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 16)), policy="observe",

@@ -58,8 +58,8 @@ class NormCall:
 
 
 def takes_one_dtype(kind: str, device_type: str) -> bool:
-    """Whether torch's kernels for a norm of a BF16 tensor want its weights in BF16: elsewhere than on a CPU those of
-    layer and group norms refuse FP32 ones, and RMS norms are made of small ops then, six times as slow."""
+    """Whether plans give torch's norm of a BF16 tensor its weights in BF16: elsewhere than on a CPU there is no fused
+    kernel for FP32 ones (docs/measurements/h200.md)."""
     return device_type != "cpu" and kind in ("layer_norm", "group_norm", "rms_norm")
 
 
