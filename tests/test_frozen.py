@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import autoprec
 from autoprec.errors import InputError, PlanError
 from autoprec.execution.attribution import Incident
+from autoprec.execution.guard import GradientWatch
 from autoprec.execution.measuring import peak_bytes
 from autoprec.graphs import Role
 from autoprec.numerics.frozen import NarrowParameter, narrow, widen
@@ -279,6 +280,19 @@ def test_one_that_is_trained_later_has_a_master_again(backend: str) -> None:
     optimizer.step()
     assert autoprec.session(model).step_was_skipped
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_hooks_stay_when_its_master_comes_back() -> None:
+    """Of the user's as well as of the guard's, put on while it was narrow."""
+    weight = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+    narrow(weight, "bf16")
+    weight.requires_grad_(True)
+    seen, watch = list[str](), GradientWatch({"weight": weight})
+    weight.register_hook(lambda g: seen.append("gradient"))
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    widen(weight)
+    (weight * torch.nan).sum().backward()
+    assert seen == ["gradient", "accumulated"] and not watch.verdict() and watch.bad == {"weight"}
 
 
 def test_a_promotion_leaves_it_where_it_lives() -> None:

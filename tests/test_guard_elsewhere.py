@@ -74,14 +74,16 @@ def test_of_micro_batches_elsewhere_those_are_kept_that_nobody_knows_of(
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("clip", ["norm", "value"])
-@pytest.mark.parametrize("size", [1e25, math.inf])
+@pytest.mark.parametrize(
+    ("size", "optimizer_class"), [(1e25, torch.optim.AdamW), (math.inf, torch.optim.AdamW), (math.inf, torch.optim.SGD)]
+)
 def test_clipping_hides_nothing_on_any_device(
-    size: float, clip: str, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+    size: float, optimizer_class: type[torch.optim.Optimizer], clip: str, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither what is not finite nor what AdamW could not square."""
     monkeypatch.setattr(Tensor, "is_cpu", property(lambda self: on_cpu))
     model = autoprec.compile(nn.Linear(4, 4), policy="observe", events=None)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = optimizer_class(model.parameters(), lr=0.1)  # type: ignore[call-arg]
     for x in (*[torch.randn(2, 4) for _ in range(3)], torch.full((2, 4), size)):
         before = [p.detach().clone() for p in model.parameters()]
         optimizer.zero_grad()
