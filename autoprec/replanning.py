@@ -79,6 +79,7 @@ class Replanning:
         Raises `InputError` in the middle of a step or before there is a plan, `InfeasibleError` if no plan keeps the
         budget; the plan that runs then goes on.
         """
+        self.settle()
         if self._guard.in_step:
             raise InputError("a step is in progress: replan() between optimizer.step() and the next forward pass")
         if self.plan is None or self.profile is None or self.device is None:

@@ -46,6 +46,7 @@ class Resumable:
 
 def _take(session: Session) -> RunState:
     """The state between two steps. `StateError` in the middle of one."""
+    session.settle()
     if session._guard.in_step:
         raise StateError("a step is in progress: save the state after optimizer.step() (or session.step())")
     observed, stability = session._observed, session._stability

@@ -45,6 +45,7 @@ from autoprec.replanning import Replanning, replan
 from autoprec.resuming import Resumable
 from autoprec.schedules import Schedule
 from autoprec.scheduling import Scheduler, cuda_devices
+from autoprec.settling import Settling
 from autoprec.stability import Stability
 from autoprec.tracing.bindings import Binding, SiteRegister, bind
 from autoprec.tracing.checkpoints import Change
@@ -67,7 +68,7 @@ def session_of(model: nn.Module) -> Session:
     return found
 
 
-class Session(Replanning, Resumable):
+class Session(Settling, Replanning, Resumable):
     """The state of one compiled model's run. Made by `autoprec.compile`.
 
     Attributes:
@@ -149,6 +150,7 @@ class Session(Replanning, Resumable):
     @property
     def events(self) -> list[Event]:
         """Everything that happened, oldest first."""
+        self.settle()
         return self._log.events
 
     def report(self, path: str | PathLike[str]) -> None:
@@ -202,6 +204,7 @@ class Session(Replanning, Resumable):
 
     def run(self, template: Template, arguments: Sequence[Any]) -> Any:
         """Run a captured graph for the owner of its parameters (called by the dispatcher)."""
+        self.settle()
         key = (template, tuple(id(arguments[p]) for p in template.parameter_positions))
         if torch._C._is_any_autocast_enabled():  # which the device need not be asked for
             refusals.refuse_autocast(self._device_type)
@@ -300,6 +303,7 @@ class Session(Replanning, Resumable):
     def note_loss(self, loss: Tensor | float) -> None:
         """Tell the loss of the step in progress, where the model does not return it: spikes are told against the
         spread of a window, or vetoed (`guard.loss_spike` of the policy). Of several in a step the mean counts."""
+        self.settle()
         self._losses.note(loss)
 
     def loss_is_off(self) -> bool:
@@ -333,7 +337,12 @@ class Session(Replanning, Resumable):
             self._event("bad_step", trigger="loss_spike", evidence=told)
             return
         calls, buffers = list(self._calls), self._guard.buffers.values()
+        if lost := self.notice_overwritten():
+            calls = []
         incident = investigate(calls, list(self._slots.values()), buffers, self._guard.watch.largest())
+        if lost:
+            told = f"{incident.evidence}; what the step was given is another batch by now, and names no culprit"
+            incident = replace(incident, evidence=told)
         if incident.trigger == "corruption" and self._log.has("bad_step", op=incident.op, trigger="corruption"):
             incident = replace(incident, trigger="overflow")  # bits do not flip twice in one place
         self._incident = incident.evidence
@@ -352,6 +361,7 @@ class Session(Replanning, Resumable):
     def on_end(self, *, bad: bool) -> None:
         """Count the step, take its observations, plan at the end of calibration (called by the guard)."""
         self._entered, self.step_was_skipped = False, bad
+        self.notice_overwritten()
         for slot in self._ran:
             slot.faults = {}
         if bad:
@@ -439,6 +449,7 @@ class Session(Replanning, Resumable):
 
     def close(self) -> None:
         """Take everything off the model; it is the plain FP32 model again."""
+        self.settle()
         dispatch.uninstall(self.model)
         self._parts.close()
         dispatch.release(list(self._parameters.values()))

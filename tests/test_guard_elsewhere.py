@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autoprec
-from autoprec.execution.guard import _Coming
+from autoprec.execution.coming import Coming
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,6 @@ def test_norms_come_by_the_stream_of_their_device(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "Event", Event)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
-    coming = _Coming(["a", "b"], [torch.tensor(1.0), torch.tensor(2.0)], torch.device("cuda", 1))
+    coming = Coming(["a", "b"], torch.tensor([1.0, 2.0]), torch.device("cuda", 1))
     assert recorded == [1] and current == [0]
-    assert list(coming.read()) == [("a", 1.0, torch.float32), ("b", 2.0, torch.float32)] and recorded == [1, -1]
+    assert list(coming.read()) == [("a", 1.0), ("b", 2.0)] and recorded == [1, -1]

@@ -51,6 +51,7 @@ FLOORS = {
     "resuming": 5,
     "provisional": 5,
     "sessions": 5,
+    "settling": 5,
     "api": 5,
     "scaler": 5,
     "dynamic": 5,

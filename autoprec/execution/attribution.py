@@ -33,6 +33,9 @@ _NEARLY = 0.5
 #: Of the largest gradient of a weight, what the gradients that it is made of may be.
 _SHARE = 2.0**-20
 
+#: A gradient whose square FP32 does not hold.
+_UNSQUARED = 2.0**64
+
 #: Ops before and after the named one whose ranges are told.
 _NEIGHBOURS = 2
 
@@ -71,7 +74,7 @@ def investigate(
         for record in calls:
             slot = by_binding[id(record.binding)]
             narrow = narrow or slot.rewritten is not None
-            found = _of_large_gradient(record, slot, buffers, bad) if finite else _of_call(record, slot, buffers)
+            found = _of_large_gradient(record, slot, buffers, bad) if finite else _of_call(record, slot, buffers, bad)
             if found is not None:
                 return found
     except RuntimeError as error:  # naming the culprit must not end a run that the veto has saved
@@ -99,9 +102,12 @@ def _large(bad: Mapping[str, float]) -> str:
 def _of_large_gradient(
     record: CallRecord, slot: Slot, buffers: Mapping[int, Tensor], bad: Mapping[str, float]
 ) -> Incident | None:
-    """All is finite and too large to be squared: the first op that is far from FP32's, or else the last of the graph
-    that has so large a gradient."""
-    seen, plain = _looks(record, slot, buffers)
+    """All is finite and too large to be squared."""
+    return _told_large(*_looks(record, slot, buffers), record, slot, bad)
+
+
+def _told_large(seen: Look, plain: Look, record: CallRecord, slot: Slot, bad: Mapping[str, float]) -> Incident | None:
+    """The first op that is far from FP32's, or else the last of the graph that has so large a gradient."""
     op = _first_astray(list(seen.extents), seen, plain)
     large = max(bad.values()) * _SHARE
     reached = [o for o, e in seen.extents.items() if max(e.gradient, e.arriving) >= large]
@@ -130,10 +136,15 @@ def _has_gradients(calls: Sequence[CallRecord]) -> bool:
     return all(record.output_gradients for record in calls)
 
 
-def _of_call(record: CallRecord, slot: Slot, buffers: Mapping[int, Tensor]) -> Incident | None:
+def _of_call(
+    record: CallRecord, slot: Slot, buffers: Mapping[int, Tensor], bad: Mapping[str, float]
+) -> Incident | None:
     seen, plain = _looks(record, slot, buffers)
     if (found := seen.offence) is None:
-        return None
+        largest = max((max(e.gradient, e.arriving) for e in seen.extents.values()), default=0.0)
+        if largest < _UNSQUARED:
+            return None
+        return _told_large(seen, plain, record, slot, dict.fromkeys(bad, largest))  # gone before it was looked at
     if slot.rewritten is None or slot.plan is None:
         return _told(found, "nonfinite", "", seen, seen, None)
     # The gradients that entered are of the step as it ran: of a forward pass that failed they say nothing.

@@ -6,12 +6,14 @@ is good only if it is good for all of them.
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -25,6 +27,13 @@ class StepListener(Protocol):
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer steps a parameter of this model."""
+
+    def leave_to_device(self, optimizer: Optimizer) -> Tensor | None:
+        """Called when gradients are complete, before the update: what the optimizer takes as `found_inf`, where it can
+        leave the update out on the device, or None. May raise."""
+
+    def settle(self) -> None:
+        """Read the verdict on a step that is over, if the device has it still. May raise."""
 
     def gradients_are_good(self, optimizer: Optimizer) -> bool:
         """Called when gradients are complete, before the update. May raise."""
@@ -52,6 +61,7 @@ class _Step:
     owners: Sequence[weakref.ref[StepListener]]
     snapshot: OptimizerSnapshot | None = None
     aside: list[PutAside] = field(default_factory=list)
+    is_left: bool = False
 
 
 _steps: dict[int, _Step] = {}
@@ -122,6 +132,14 @@ def _install() -> None:
     torch.amp.GradScaler.update = watched_update  # type: ignore[method-assign]
 
 
+@atexit.register
+def _settle_all() -> None:
+    """The last step of a run may have been a bad one, and is told in the file of events."""
+    for known in tuple(_listeners):
+        if (listener := known()) is not None:
+            listener.settle()
+
+
 def _remove() -> None:
     while _handles:
         _handles.pop().remove()
@@ -137,8 +155,9 @@ def _owners(optimizer: Optimizer) -> list[StepListener]:
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     owners = _owners(optimizer)
+    if (raised := _steps.pop(id(optimizer), None)) is not None and raised.is_left:
+        optimizer.found_inf = None  # type: ignore[attr-defined]
     if not owners:
-        _steps.pop(id(optimizer), None)  # of a step that raised
         return None
     step = _steps[id(optimizer)] = _Step([weakref.ref(owner) for owner in owners])
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -163,6 +182,10 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _judge(optimizer: Optimizer, owners: Sequence[StepListener], step: _Step) -> None:
     """Ask every owner; one bad verdict vetoes the step for all."""
     try:
+        alone = len(owners) == 1 and step.snapshot is None
+        if alone and (flag := owners[0].leave_to_device(optimizer)) is not None:
+            optimizer.found_inf, step.is_left = flag, True  # type: ignore[attr-defined]
+            return
         bad = [owner for owner in owners if not owner.gradients_are_good(optimizer)]
         if not bad:
             return
@@ -183,6 +206,8 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     _stepped.add(id(optimizer))
     if step is None:
         return
+    if step.is_left:
+        del optimizer.found_inf  # type: ignore[attr-defined]
     if step.aside:
         if step.snapshot is not None:
             step.snapshot.restore(optimizer)

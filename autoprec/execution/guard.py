@@ -11,8 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import compress
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,14 +19,17 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from autoprec.execution.coming import Coming
+
 __all__ = [
-    "BufferSnapshot",
     "GradientWatch",
     "OptimizerSnapshot",
     "PutAside",
     "calls_closure_once",
     "is_torchs_own",
+    "leaves_out",
     "norm_of",
+    "numbers_of",
     "squares_gradients",
 ]
 
@@ -51,7 +53,9 @@ class GradientWatch:
         self._arrived: list[str] = []
         self._task = [_NO_TASK - 1]
         self._shared: set[str] = set()
-        self._coming: list[_Coming] = []
+        self._coming: list[Coming] = []
+        self._left: list[Coming] = []
+        self._norms: dict[str, float] = {}
         self._judged: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._unwatched = dict(parameters)
@@ -121,7 +125,7 @@ class GradientWatch:
         for fqn in names:
             if (g := self._parameters[fqn].grad) is None:
                 continue
-            values = _values(g)
+            values = numbers_of(g)
             if not values.numel():
                 continue
             if not values.is_cpu:
@@ -138,31 +142,59 @@ class GradientWatch:
         for named in elsewhere.values():
             names, grads = zip(*named, strict=True)
             norms = torch._foreach_norm(grads, ord=2, dtype=_summed_in(grads[0]))
-            self._coming.append(_Coming(names, norms, grads[0].device))
+            self._coming.append(Coming(names, torch.stack(list(norms)), grads[0].device))
 
     def verdict(self) -> bool:
         """True if every gradient since `clear` was finite. Waits for the device until it has looked at the last of
         them, and not for what it was asked for after that."""
         self.look()
-        for name, norm, dtype in (found for coming in self._coming for found in coming.read()):
-            if not norm * norm <= _LARGEST[dtype]:
-                (self.large if self._is_large(name, norm) else self.bad).add(name)
-        self._coming = []
+        self.leave()
+        return self.verdict_that_was_left()
+
+    def verdict_that_was_left(self) -> bool:
+        """`verdict`, on what was there at `leave`."""
+        left, self._left = self._left, []
+        for norms in left:
+            largest = _LARGEST_NORM[norms.values.dtype]
+            for name, norm in norms.read():
+                if not norm <= largest:
+                    self._norms[name] = norm
+                    (self.large if self._is_large(name, norm) else self.bad).add(name)
         return not self.bad
+
+    def leave(self) -> None:
+        """What has been looked at so far will be judged by `verdict_that_was_left`, and what arrives later will not."""
+        self._left, self._coming = [*self._left, *self._coming], []
+
+    def flag(self) -> Tensor | None:
+        """1.0 where `verdict` would find something bad or large and 0.0 where not, on the device of the gradients,
+        which nobody waits for. None where the host knows something already, or gradients are in several places."""
+        self.look()
+        self.leave()
+        devices = {norms.values.device for norms in self._left}
+        if self.bad or self.large or len(devices) != 1:
+            return None
+        found = [(norms.values <= _LARGEST_NORM[norms.values.dtype]).all() for norms in self._left]
+        good = found[0] if len(found) == 1 else torch.stack(found).all()
+        return good.logical_not().float()
 
     def _is_large(self, name: str, norm: float) -> bool:
         """Whether a gradient whose squares have no sum is finite: told by a second look. One that was changed
         meanwhile, by clipping, does not say what it was, and counts as bad."""
         if math.isnan(norm) or (g := self._parameters[name].grad) is None:
             return False
-        values = _values(g)
+        values = numbers_of(g)
         return bool(values.isfinite().all()) and not _has_square(values)
 
     def largest(self) -> dict[str, float]:
-        """The largest magnitude in each bad gradient, as it is now; infinite where it is not finite."""
-        grads = {f: self._parameters[f].grad for f in sorted(self.bad) if f in self._parameters}
-        found = {f: float(_values(g).abs().max()) for f, g in grads.items() if g is not None and g.numel()}
-        return {f: math.inf if math.isnan(found.get(f, math.inf)) else found.get(f, math.inf) for f in sorted(self.bad)}
+        """The largest magnitude in each bad gradient, as it is now, or at most, if it is gone; infinite where it is not
+        finite or nobody knows."""
+        found = {f: self._norms.get(f, math.inf) for f in sorted(self.bad)}
+        for f in found:
+            p = self._parameters.get(f)
+            if p is not None and p.grad is not None and p.grad.numel():
+                found[f] = float(numbers_of(p.grad).abs().max())
+        return {f: math.inf if math.isnan(size) else size for f, size in found.items()}
 
     def note_gradients(self) -> None:
         """Remember which gradients a bad verdict is about; all of the step's, where no gradient was to blame."""
@@ -185,7 +217,8 @@ class GradientWatch:
         self._fresh.clear()
         self.bad.clear()
         self.large.clear()
-        self._coming = []
+        self._coming, self._left = [], []
+        self._norms.clear()
         self._judged.clear()
 
     def remove(self) -> None:
@@ -194,26 +227,6 @@ class GradientWatch:
             handle.remove()
         self._handles.clear()
         self._unwatched = dict(self._parameters)
-
-
-class _Coming:
-    """The norms of some gradients of one device and dtype, on their way to the host."""
-
-    def __init__(self, names: Sequence[str], norms: Sequence[Tensor], device: torch.device) -> None:
-        self._names, self._norms = names, torch.stack(list(norms))
-        self._there: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            pinned = torch.empty(len(names), dtype=self._norms.dtype, pin_memory=True)
-            with torch.cuda.device(device):  # whose stream copies
-                self._norms = pinned.copy_(self._norms, non_blocking=True)
-                self._there = torch.cuda.Event()
-                self._there.record()
-
-    def read(self) -> Iterator[tuple[str, float, torch.dtype]]:
-        """Names, norms, and the dtype in which the squares were added up, as soon as they are there."""
-        if self._there is not None:
-            self._there.synchronize()
-        return ((name, norm, self._norms.dtype) for name, norm in zip(self._names, self._norms.tolist(), strict=True))
 
 
 #: Outside of any backward pass.
@@ -228,14 +241,14 @@ def norm_of(values: Tensor) -> float:
     return torch.linalg.vector_norm(values, dtype=_summed_in(values)).item()
 
 
-#: By the dtype of a norm, what its square may be.
-_LARGEST = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.float64)}
+#: By the dtype of a norm, the largest whose square is finite: in FP32 the one below 2^64, whose square is 2^128, the
+#: first that FP32 does not hold; in FP64 the one below 2^512.
+_LARGEST_NORM = {torch.float32: 2.0**64 * (1 - 2.0**-24), torch.float64: 2.0**512 * (1 - 2.0**-53)}
 
 
 def _has_square(values: Tensor) -> bool:
     """Whether all are finite, and the sum of their squares."""
-    norm = norm_of(values)
-    return norm * norm <= _LARGEST[_summed_in(values)]
+    return norm_of(values) <= _LARGEST_NORM[_summed_in(values)]
 
 
 def _hooks(p: Tensor) -> Mapping[int, Any]:
@@ -248,7 +261,7 @@ def _summed_in(values: Tensor) -> torch.dtype:
     return torch.float64 if values.dtype is torch.float64 else torch.float32
 
 
-def _values(g: Tensor) -> Tensor:
+def numbers_of(g: Tensor) -> Tensor:
     """The numbers of a gradient, or of a buffer."""
     values = g if g.layout is torch.strided else g.coalesce().values() if g.is_sparse else g.values()
     return torch.view_as_real(values) if values.is_complex() else values
@@ -289,107 +302,22 @@ class OptimizerSnapshot:
         optimizer.state.update(self._state)
 
 
-#: Buffers up to this size are copied at every step; larger ones (masks, position tables) once they were seen to change.
-_SMALL_BUFFER_BYTES = 1 << 20
-
-
-class BufferSnapshot:
-    """Copies of the buffers that steps change, taken at the first forward of a step.
-
-    Version counters do not show every change (batch norm writes its running statistics without moving them), so large
-    buffers are compared with their copy once, at the second step, and by version from then on.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._takes = 0
-        self._constant: dict[str, int] = {}
-        self._copies: dict[str, tuple[Tensor, Tensor]] = {}
-        self._sums: dict[str, Tensor] = {}
-        self._names: list[str] = []
-        self._own: list[Mapping[str, Tensor | None]] = []
-        self._children: list[Mapping[str, nn.Module | None]] = []
-        self._seen: list[Mapping[str, nn.Module | None]] = []
-
-    def _buffers(self) -> dict[str, Tensor]:
-        """As `named_buffers`, but the tree of modules is walked again only where it has changed."""
-        model = self._model()
-        if model is None:
-            return {}
-        if not self._names or self._children != self._seen:
-            named = dict(model.named_modules())
-            self._names = [f"{name}." if name else "" for name in named]
-            self._own = [m._buffers for m in named.values()]
-            self._children = [m._modules for m in named.values()]
-            self._seen = [dict(children) for children in self._children]
-        found: dict[str, Tensor] = {}
-        seen: set[int] = set()
-        for prefix, own in compress(zip(self._names, self._own, strict=True), self._own):  # few modules have any
-            for key, b in own.items():
-                if b is not None and id(b) not in seen:
-                    seen.add(id(b))
-                    found[f"{prefix}{key}"] = b
-        return found
-
-    def take(self) -> None:
-        """Copy what may change in the step that begins."""
-        self._sums.clear()
-        buffers = self._buffers()
-        if self._takes == 1:
-            for name, (buffer, saved) in self._copies.items():
-                if saved.layout is torch.strided and saved.nbytes > _SMALL_BUFFER_BYTES and torch.equal(buffer, saved):
-                    self._constant[name] = buffer._version
-        self._takes += 1
-        wanted = [n for n, b in buffers.items() if self._constant.get(n) != b._version]
-        self._copies = {n: (buffers[n], buffers[n].detach().clone()) for n in wanted}
-
-    def restore(self) -> None:
-        """Bitwise as at `take`; the buffers are the same objects again, also where the step put others in their
-        place."""
-        model = self._model()
-        with torch.no_grad():
-            for name, (buffer, saved) in self._copies.items():
-                buffer.copy_(saved)
-                if model is not None:
-                    owner, _, key = name.rpartition(".")
-                    model.get_submodule(owner)._buffers[key] = buffer
-
-    def ask(self) -> None:
-        """For what `turned_nonfinite` will read, of a device that the host need not wait for yet."""
-        self._sums = {n: b.sum() for n, b, _ in self._floating() if not b.is_cpu}
-
-    def _floating(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Names, buffers as they are now, and copies, of those that may have become non-finite."""
-        now = self._buffers() if self._copies else {}
-        for name, (buffer, saved) in self._copies.items():
-            if (b := now.get(name, buffer)).is_floating_point():
-                yield name, b, saved
-
-    def turned_nonfinite(self) -> list[str]:
-        """Names of buffers that were finite at `take` and are not now (a statistic can overflow before a gradient)."""
-        by_place: dict[tuple[torch.device, torch.dtype], list[str]] = {}
-        for name, total in self._sums.items():
-            by_place.setdefault((total.device, total.dtype), []).append(name)
-        sums: dict[str, float] = {}
-        for names in by_place.values():
-            sums |= zip(names, torch.stack([self._sums[n] for n in names]).tolist(), strict=True)
-        self._sums.clear()
-        return [
-            name
-            for name, b, saved in self._floating()
-            if not math.isfinite(sums[name] if name in sums else float(b.sum()))
-            and not bool(_values(b).isfinite().all())
-            and bool(_values(saved).isfinite().all())
-        ]
-
-    def values(self) -> dict[int, Tensor]:
-        """id(buffer) → its value at `take`."""
-        return {id(buffer): saved for buffer, saved in self._copies.values()}
-
-
 def calls_closure_once(optimizer: Optimizer) -> bool:
     """True for torch's own optimizers other than LBFGS: they call a closure once, before they touch anything."""
     return is_torchs_own(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+def leaves_out(optimizer: Optimizer) -> bool:
+    """Whether its step changes nothing where `optimizer.found_inf`, on its device, is 1.0: torch's fused Adam and
+    AdamW, once every parameter that has a gradient has its state (which a step would make first)."""
+    if not (isinstance(optimizer, torch.optim.Adam) and is_torchs_own(optimizer)):
+        return False
+    if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
+        return False
+    return all(
+        group.get("fused") and all(p.grad is None or p in optimizer.state for p in group["params"])
+        for group in optimizer.param_groups
+    )
 
 
 def squares_gradients(optimizer: Optimizer) -> bool:

@@ -1,6 +1,9 @@
 """One training step from its first forward to its end: coverage, the verdict, the veto.
 
 `StepGuard` knows gradients and buffers; what a bad step means (attribution, events, plans) is its keeper's business.
+
+Where the optimizer can leave an update out on the device, the host does not wait for the verdict before it: the device
+has it, and the host reads it (`settle`) before the next call of the model, or when somebody asks how the step went.
 """
 
 from __future__ import annotations
@@ -13,9 +16,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from autoprec.execution import boundaries
-from autoprec.execution.guard import BufferSnapshot, GradientWatch, squares_gradients
+from autoprec.execution.buffers import BufferSnapshot
+from autoprec.execution.guard import GradientWatch, leaves_out, squares_gradients
 
 __all__ = ["StepGuard", "StepKeeper"]
+
+#: Devices that work behind the host, and whose fused optimizers leave an update out.
+LEAVES_OUT = {"cuda"}
 
 
 class StepKeeper(Protocol):
@@ -24,6 +31,12 @@ class StepKeeper(Protocol):
     def before_first_update(self, missed: list[str], *, scaled: bool | None) -> None:
         """Gradients are complete. `missed` names parameters whose gradients came from outside the captured graphs;
         `scaled` tells whether a GradScaler takes the optimizer's step, None where there is no optimizer."""
+
+    def verdict_can_wait(self) -> bool:
+        """Whether a bad step may be told after its update was left out, and not before it."""
+
+    def left_to_device(self) -> None:
+        """The verdict on the step in progress is read after it."""
 
     def loss_is_off(self) -> bool:
         """Gradients are finite; whether the loss says that the step is bad all the same."""
@@ -42,6 +55,7 @@ class StepGuard:
     Attributes:
         in_step: True from the first training forward to the end of the step.
         bad: True once the step was found bad.
+        owed: True from the end of a step whose verdict the device has to `settle`.
         covered: FQNs of the parameters of each captured graph that was called, or that a gradient reached through its
             outputs, since the last step.
         optimizers: the state that they hold is asked for when planning.
@@ -54,6 +68,8 @@ class StepGuard:
         self.buffers = BufferSnapshot(model)
         self.in_step = False
         self.bad = False
+        self.owed = False
+        self._flag: Tensor | None = None
         self.covered: set[frozenset[str]] = set()
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._scaler: Callable[[], Any] = lambda: None
@@ -71,7 +87,7 @@ class StepGuard:
             if self.watch.discarded():  # that backward pass was given up: what it found does not count
                 self.watch.clear()
             return False
-        self.in_step, self.bad = True, False
+        self.in_step, self.bad, self._flag = True, False, None
         self.watch.clear()
         self.buffers.take()
         return True
@@ -100,8 +116,41 @@ class StepGuard:
                     return True
         return False
 
+    def leave_to_device(self, optimizer: Optimizer) -> Tensor | None:
+        """1.0 if the step is bad, 0.0 if not, on the device, for `optimizer.found_inf`; the host reads the verdict in
+        `settle`. None where it has to be asked for now, by `gradients_are_good`."""
+        self.settle()
+        self._flag = None
+        if not self.in_step or self.bad or not self._keeper.verdict_can_wait():
+            return None
+        if boundaries.scaler_of(optimizer) is not None or not leaves_out(optimizer):
+            return None
+        flag = self.watch.flag()
+        if flag is None or flag.device.type not in LEAVES_OUT or (flag := self.buffers.leave(flag)) is None:
+            return None
+        self.optimizers.add(optimizer)
+        self._keeper.before_first_update(self.missed(), scaled=False)
+        self._keeper.left_to_device()
+        self._flag = flag
+        return flag
+
+    def settle(self) -> None:
+        """Read the verdict on the step that is over, if the device has it still; waits for its backward pass. All that
+        a bad step means happens here: nothing was changed by it, the device has seen to that. May raise."""
+        if not self.owed:
+            return
+        self.owed, self._flag = False, None
+        finite = self.watch.verdict_that_was_left()
+        self.watch.bad |= self.watch.large
+        turned = self._bad_buffers()
+        if not finite or self.watch.large or turned:
+            self._veto_alone()
+        self.end()
+
     def gradients_are_good(self, optimizer: Optimizer) -> bool:
         """The verdict, formed once a step; coverage is checked first (called before each update)."""
+        self.settle()
+        self._flag = None
         self.optimizers.add(optimizer)
         scaler = boundaries.scaler_of(optimizer)
         if scaler is not None:
@@ -131,13 +180,15 @@ class StepGuard:
     def abort(self) -> None:
         """The keeper of this or of another model raised: the step is over, with everything as it was before it."""
         self.buffers.restore()
-        self.in_step = self.bad = False
+        self.in_step = self.bad = self.owed = False
+        self._flag = None
         self.watch.clear()
         self.covered.clear()
 
     def skipped(self, *, bad: bool) -> None:
         """A GradScaler skipped the step of an optimizer, which was not called: the boundary is here. `bad` tells
         whether gradients of any model that it steps were not finite."""
+        self.settle()
         if self.in_step and bad:
             self._veto_alone(own=not self.watch.verdict())
             self.end()
@@ -155,6 +206,7 @@ class StepGuard:
 
     def end_by_hand(self) -> None:
         """A boundary of a loop without a torch optimizer: the same questions are asked, nothing can be vetoed."""
+        self.settle()
         if self.in_step or self.watch.fresh:
             self._keeper.before_first_update(self.missed(), scaled=None)
             self.buffers.ask()
@@ -165,6 +217,10 @@ class StepGuard:
     def end(self) -> None:
         """The step is over. A second optimizer of the same step finds nothing to end."""
         if not self.in_step:
+            return
+        if self._flag is not None:
+            self.buffers.restore_where(self._flag)
+            self.owed = True
             return
         self.in_step = False
         if self.bad:

@@ -1,0 +1,155 @@
+"""Buffers that steps change, as they were at the first forward pass of a step."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Mapping
+from itertools import compress
+
+import torch
+from torch import Tensor, nn
+
+from autoprec.execution.coming import Coming
+from autoprec.execution.guard import numbers_of
+
+__all__ = ["BufferSnapshot"]
+
+#: Buffers up to this size are copied at every step; larger ones (masks, position tables) once they were seen to change.
+_SMALL_BUFFER_BYTES = 1 << 20
+
+#: Copies up to which a device puts them back by itself: two kernels of some microseconds each, where a host that waits
+#: for a verdict leaves a GPU without work for 1.3 milliseconds (docs/measurements/h200.md).
+_FEW = 64
+
+#: Numbers whose squares have a sum in FP64, if they are finite.
+_SUMMED_IN_FP64 = {torch.float32, torch.bfloat16, torch.float16}
+
+
+class BufferSnapshot:
+    """Copies of the buffers that steps change, taken at the first forward of a step.
+
+    Version counters do not show every change (batch norm writes its running statistics without moving them), so large
+    buffers are compared with their copy once, at the second step, and by version from then on.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._takes = 0
+        self._constant: dict[str, int] = {}
+        self._copies: dict[str, tuple[Tensor, Tensor]] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._coming: Coming | None = None
+        self._names: list[str] = []
+        self._own: list[Mapping[str, Tensor | None]] = []
+        self._children: list[Mapping[str, nn.Module | None]] = []
+        self._seen: list[Mapping[str, nn.Module | None]] = []
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """As `named_buffers`, but the tree of modules is walked again only where it has changed."""
+        model = self._model()
+        if model is None:
+            return {}
+        if not self._names or self._children != self._seen:
+            named = dict(model.named_modules())
+            self._names = [f"{name}." if name else "" for name in named]
+            self._own = [m._buffers for m in named.values()]
+            self._children = [m._modules for m in named.values()]
+            self._seen = [dict(children) for children in self._children]
+        found: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for prefix, own in compress(zip(self._names, self._own, strict=True), self._own):  # few modules have any
+            for key, b in own.items():
+                if b is not None and id(b) not in seen:
+                    seen.add(id(b))
+                    found[f"{prefix}{key}"] = b
+        return found
+
+    def take(self) -> None:
+        """Copy what may change in the step that begins."""
+        self._sums.clear()
+        self._coming = None
+        buffers = self._buffers()
+        if self._takes == 1:
+            for name, (buffer, saved) in self._copies.items():
+                if saved.layout is torch.strided and saved.nbytes > _SMALL_BUFFER_BYTES and torch.equal(buffer, saved):
+                    self._constant[name] = buffer._version
+        self._takes += 1
+        wanted = [n for n, b in buffers.items() if self._constant.get(n) != b._version]
+        self._copies = {n: (buffers[n], buffers[n].detach().clone()) for n in wanted}
+
+    def restore(self) -> None:
+        """Bitwise as at `take`; the buffers are the same objects again, also where the step put others in their
+        place."""
+        model = self._model()
+        with torch.no_grad():
+            for name, (buffer, saved) in self._copies.items():
+                buffer.copy_(saved)
+                if model is not None:
+                    owner, _, key = name.rpartition(".")
+                    model.get_submodule(owner)._buffers[key] = buffer
+
+    def leave(self, flag: Tensor) -> Tensor | None:
+        """That flag, raised as well where a buffer that was finite at `take` is not now: then `restore_where` and
+        `turned_nonfinite` need no host. None where they do."""
+        now = self._buffers() if self._copies else {}
+        if len(self._copies) > _FEW or any(
+            now.get(name) is not buffer or buffer.device != flag.device or buffer.layout is not torch.strided
+            for name, (buffer, _) in self._copies.items()
+        ):
+            return None
+        floating = {n: pair for n, pair in self._copies.items() if pair[0].is_floating_point()}
+        if any(buffer.dtype not in _SUMMED_IN_FP64 for buffer, _ in floating.values()):
+            return None
+        if not floating:
+            return flag
+        after, before = (
+            torch.stack(torch._foreach_norm([pair[k] for pair in floating.values()], ord=2, dtype=torch.float64))
+            for k in (0, 1)
+        )
+        turned = ~after.isfinite() & before.isfinite()
+        self._coming = Coming(list(floating), turned, flag.device)
+        return flag.maximum(turned.any())
+
+    def restore_where(self, flag: Tensor) -> None:
+        """Bitwise as at `take`, if the flag is raised; the device alone reads it."""
+        raised = flag.bool()
+        with torch.no_grad():
+            for buffer, saved in self._copies.values():
+                buffer.copy_(torch.where(raised, saved, buffer))
+
+    def ask(self) -> None:
+        """For what `turned_nonfinite` will read, of a device that the host need not wait for yet."""
+        self._coming = None
+        self._sums = {n: b.sum() for n, b, _ in self._floating() if not b.is_cpu}
+
+    def _floating(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Names, buffers as they are now, and copies, of those that may have become non-finite."""
+        now = self._buffers() if self._copies else {}
+        for name, (buffer, saved) in self._copies.items():
+            if (b := now.get(name, buffer)).is_floating_point():
+                yield name, b, saved
+
+    def turned_nonfinite(self) -> list[str]:
+        """Names of buffers that were finite at `take` and are not now (a statistic can overflow before a gradient)."""
+        if self._coming is not None:
+            coming, self._coming = self._coming, None
+            return [name for name, turned in coming.read() if turned]
+        by_place: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        for name, total in self._sums.items():
+            by_place.setdefault((total.device, total.dtype), []).append(name)
+        sums: dict[str, float] = {}
+        for names in by_place.values():
+            sums |= zip(names, torch.stack([self._sums[n] for n in names]).tolist(), strict=True)
+        self._sums.clear()
+        return [
+            name
+            for name, b, saved in self._floating()
+            if not math.isfinite(sums[name] if name in sums else float(b.sum()))
+            and not bool(numbers_of(b).isfinite().all())
+            and bool(numbers_of(saved).isfinite().all())
+        ]
+
+    def values(self) -> dict[int, Tensor]:
+        """id(buffer) → its value at `take`."""
+        return {id(buffer): saved for buffer, saved in self._copies.values()}

@@ -1,0 +1,88 @@
+"""What a session counts while the verdict on its last step may still be with the device: to ask is to settle it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+from torch import Tensor
+
+from autoprec.execution.replay import CallRecord
+from autoprec.plans import Plan
+
+if TYPE_CHECKING:
+    from autoprec.sessions import Session
+
+__all__ = ["Settling"]
+
+T = TypeVar("T")
+
+
+class Settled(Generic[T]):
+    """An attribute of a session that a step may change, read when no step is left to be judged."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    @overload
+    def __get__(self, session: None, owner: type) -> Settled[T]: ...
+    @overload
+    def __get__(self, session: Session, owner: type) -> T: ...
+    def __get__(self, session: Session | None, owner: type) -> Any:
+        if session is None:
+            return self
+        session.settle()
+        return getattr(session, self._name)
+
+    def __set__(self, session: Session, value: T) -> None:
+        setattr(session, self._name, value)
+
+
+class Settling:
+    """What changes with each step. Where a GPU leaves an update out by itself, the host reads its verdict before the
+    next call of the model, or when one of these is read."""
+
+    plan = Settled[Plan | None]()
+    steps = Settled[int]()
+    skipped_steps = Settled[int]()
+    step_was_skipped = Settled[bool]()
+
+    #: What the step in progress was given, with the versions of it, from the time its verdict was left to the device.
+    _given: tuple[tuple[Tensor, int], ...] = ()
+    _is_overwritten = False
+
+    def settle(self: Session) -> None:  # type: ignore[misc]
+        """Take in how the last step went, waiting for its backward pass; events, `plan` and the counters are of all
+        steps then. Asking for any of those does it. Raises what a bad step raises."""
+        self._guard.settle()
+
+    def verdict_can_wait(self: Session) -> bool:  # type: ignore[misc]
+        """Not where a bad step raises at once, or the loss is asked; not while a step is observed, which the host reads
+        anyway; and not in a loop that overwrites what it gives the model: no bad step could be replayed."""
+        guard = self.policy.guard
+        asked = guard.nonfinite == "raise" or guard.loss_spike == "skip" or self._is_overwritten
+        return not asked and not self.calibrating and self._observed.observer is None
+
+    def left_to_device(self: Session) -> None:  # type: ignore[misc]
+        """The verdict on the step in progress is read later (called by the guard)."""
+        self._given = tuple(_given_to(self._calls, self._guard.buffers.values()))
+
+    def notice_overwritten(self: Session) -> bool:  # type: ignore[misc]
+        """Whether what the step was given is something else by now. Then verdicts are waited for from now on."""
+        changed = any(x._version != version for x, version in self._given)
+        self._given = ()
+        if changed and not self._is_overwritten:
+            self._is_overwritten = True
+            told = (
+                "the loop writes the next batch into the tensors of the last before this step was judged: from now on"
+                " the host waits for the verdict on each step, before its update"
+            )
+            self._event("warning", trigger="overwritten", evidence=told)
+        return changed
+
+
+def _given_to(calls: Iterable[CallRecord], buffers: dict[int, Tensor]) -> Iterable[tuple[Tensor, int]]:
+    for record in calls:
+        for i in record.binding.template.value_positions:
+            if isinstance(x := record.arguments[i], Tensor) and id(x) not in buffers:
+                yield x, x._version
