@@ -58,6 +58,8 @@ class GradientWatch:
         self._norms: dict[str, float] = {}
         self._judged: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
+        #: All that torch calls when the gradient of a watched parameter is complete, ours and others'.
+        self._hooks: dict[str, Mapping[int, Any]] = {}
         self._unwatched = dict(parameters)
         self._parameters = dict(parameters)
         self.look_for_new()
@@ -73,6 +75,7 @@ class GradientWatch:
         for fqn, p in list(self._unwatched.items()):
             if p.is_leaf and p.requires_grad:
                 self._handles.append(p.register_post_accumulate_grad_hook(self._hook(fqn)))
+                self._hooks[fqn] = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
                 del self._unwatched[fqn]
 
     def discarded(self) -> bool:
@@ -101,8 +104,8 @@ class GradientWatch:
             self._task[0] = task
             torch.autograd.Variable._execution_engine.queue_callback(self._ends)  # type: ignore[no-untyped-call]
             self._shared.clear()
-            watched = (f for f in self._parameters if f not in self._unwatched)
-            self._shared.update(f for f in watched if len(_hooks(self._parameters[f])) > 1)
+            if max(map(len, self._hooks.values())) > 1:
+                self._shared.update(f for f, hooks in self._hooks.items() if len(hooks) > 1)
         if fqn in self._shared:
             self.look()
 
@@ -226,6 +229,7 @@ class GradientWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._hooks.clear()
         self._unwatched = dict(self._parameters)
 
 
@@ -249,11 +253,6 @@ _LARGEST_NORM = {torch.float32: 2.0**64 * (1 - 2.0**-24), torch.float64: 2.0**51
 def _has_square(values: Tensor) -> bool:
     """Whether all are finite, and the sum of their squares."""
     return norm_of(values) <= _LARGEST_NORM[_summed_in(values)]
-
-
-def _hooks(p: Tensor) -> Mapping[int, Any]:
-    """All that are called when a parameter's gradient is complete."""
-    return p._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
 
 
 def _summed_in(values: Tensor) -> torch.dtype:
