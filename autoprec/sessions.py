@@ -332,6 +332,10 @@ class Session(Settling, Replanning, Resumable):
             self._incident = "another model that the same optimizer steps had non-finite gradients"
             self._event("bad_step", trigger="nonfinite", evidence=self._incident)
             return
+        if self._guard.another_rank:
+            self._incident = "a loss or a buffer of another rank; its events say which"
+            self._event("bad_step", trigger="nonfinite", evidence=self._incident)
+            return
         if not self._guard.found_bad() and (told := self._losses.off):
             self._incident = told
             self._event("bad_step", trigger="loss_spike", evidence=told)

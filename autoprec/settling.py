@@ -59,9 +59,12 @@ class Settling:
     def verdict_can_wait(self: Session) -> bool:  # type: ignore[misc]
         """Not where a bad step raises at once, or the loss is asked; not while a step is observed, which the host reads
         anyway; and not in a loop that overwrites what it gives the model: no bad step could be replayed."""
-        guard = self.policy.guard
-        asked = guard.nonfinite == "raise" or guard.loss_spike == "skip" or self._is_overwritten
+        asked = self.policy.guard.nonfinite == "raise" or self.vetoes_losses() or self._is_overwritten
         return not asked and not self.calibrating and self._observed.observer is None
+
+    def vetoes_losses(self: Session) -> bool:  # type: ignore[misc]
+        """Whether a spike of the loss makes a step bad (called by the guard)."""
+        return self.policy.guard.loss_spike == "skip"
 
     def left_to_device(self: Session) -> None:  # type: ignore[misc]
         """The verdict on the step in progress is read later (called by the guard)."""

@@ -64,6 +64,7 @@ TORCH_FROM = 3
 #: Private names of torch that the package uses, each with its reason.
 PRIVATE_TORCH = {
     "torch._foreach_norm": "the norms of many gradients in one kernel, which torch.nn.utils calls as well",
+    "DistributedDataParallel._get_active_ddp_module": "the wrapper whose forward pass runs, as Dynamo asks for it",
     "torch.cuda._sleep": "what is timed is asked for while the GPU waits, as torch's own tests do it",
     "torch._dynamo": "the recompile and RNN switches, the only door to Dynamo's configuration",
     "torch._subclasses": "fake tensors: what an FP32 step would hold, told before there is one",

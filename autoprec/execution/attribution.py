@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from autoprec.execution.looking import Extent, Look, Offence, look_at
+from autoprec.execution.ranks import may_average
 from autoprec.execution.replay import CallRecord
 from autoprec.execution.slots import Slot
 from autoprec.formats import format_named
@@ -88,6 +89,8 @@ def investigate(
         f"{what}; the same step, run again, is finite: the gradient was changed outside of the captured graph, or a"
         " fault has passed, such as a flipped bit"
     )
+    if may_average():
+        told += "; or it came from another rank, whose events say so"
     return Incident(op="", trigger="nonfinite", evidence=told)
 
 

@@ -89,6 +89,11 @@ class BufferSnapshot:
                     owner, _, key = name.rpartition(".")
                     model.get_submodule(owner)._buffers[key] = buffer
 
+    @property
+    def hold_numbers(self) -> bool:
+        """Whether any buffer could become non-finite."""
+        return any(b.is_floating_point() for b in self._buffers().values())
+
     def leave(self, flag: Tensor) -> Tensor | None:
         """That flag, raised as well where a buffer that was finite at `take` is not now: then `restore_where` and
         `turned_nonfinite` need no host. None where they do."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from autoprec.execution.coming import Coming
+from autoprec.execution.ranks import Ranks
 
 __all__ = [
     "GradientWatch",
@@ -44,7 +45,15 @@ class GradientWatch:
             of their squares: second moments of an optimizer would be infinite.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        ranks: Ranks | None = None,
+        averages_are_there: Callable[[], None] | None = None,
+    ) -> None:
+        """`averages_are_there` is called, and held weakly, at the end of each backward pass that the ranks average."""
+        self._ranks = Ranks() if ranks is None else ranks
+        self._averages_are_there = weakref.WeakMethod(averages_are_there) if averages_are_there else lambda: None
         self.bad: set[str] = set()
         self.large: set[str] = set()
         self._fresh: set[str] = set()
@@ -111,8 +120,26 @@ class GradientWatch:
 
     def _ends(self) -> None:
         """The backward pass. Hooks of somebody else's may have come after the look."""
+        if self._ranks.average:  # by a callback that was queued after this one
+            torch.autograd.Variable._execution_engine.queue_callback(self._averages)  # type: ignore[no-untyped-call]
+            return
         if self._shared:
             self._arrived += self._shared & self._fresh
+        self.look()
+
+    def _averages(self) -> None:
+        """Are there. What was not finite is not finite in the mean; what else was found in parts of it does not count,
+        since no other process has found it."""
+        self.bad.clear()
+        self.large.clear()
+        self._coming = []
+        self.look_again()
+        if (told := self._averages_are_there()) is not None:
+            told()
+
+    def look_again(self) -> None:
+        """At every gradient since `clear`, as it is now."""
+        self._arrived[:] = self.fresh
         self.look()
 
     def look(self) -> None:

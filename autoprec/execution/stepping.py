@@ -12,12 +12,15 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from autoprec.execution import boundaries
 from autoprec.execution.buffers import BufferSnapshot
+from autoprec.execution.coming import Coming
 from autoprec.execution.guard import GradientWatch, leaves_out, squares_gradients
+from autoprec.execution.ranks import Ranks, may_average
 
 __all__ = ["StepGuard", "StepKeeper"]
 
@@ -38,6 +41,9 @@ class StepKeeper(Protocol):
     def left_to_device(self) -> None:
         """The verdict on the step in progress is read after it."""
 
+    def vetoes_losses(self) -> bool:
+        """Whether a loss can make a step bad."""
+
     def loss_is_off(self) -> bool:
         """Gradients are finite; whether the loss says that the step is bad all the same."""
 
@@ -56,6 +62,7 @@ class StepGuard:
         in_step: True from the first training forward to the end of the step.
         bad: True once the step was found bad.
         owed: True from the end of a step whose verdict the device has to `settle`.
+        another_rank: True if the step is bad for what another rank alone has seen.
         covered: FQNs of the parameters of each captured graph that was called, or that a gradient reached through its
             outputs, since the last step.
         optimizers: the state that they hold is asked for when planning.
@@ -64,8 +71,12 @@ class StepGuard:
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], keeper: StepKeeper) -> None:
         self._keeper = keeper
         self._ids = {id(p) for p in parameters.values()}
-        self.watch = GradientWatch(parameters)
+        self._device = next(iter(parameters.values())).device
+        self.ranks = Ranks()
+        self.watch = GradientWatch(parameters, self.ranks, self._tell_ranks)
         self.buffers = BufferSnapshot(model)
+        self._told: Coming | None = None
+        self.another_rank = False
         self.in_step = False
         self.bad = False
         self.owed = False
@@ -82,12 +93,14 @@ class StepGuard:
 
     def begin(self) -> bool:
         """A training forward runs. True if it is the first of a step."""
+        self.ranks.look()
         self.watch.look_for_new()
         if self.in_step:
             if self.watch.discarded():  # that backward pass was given up: what it found does not count
                 self.watch.clear()
             return False
-        self.in_step, self.bad, self._flag = True, False, None
+        self.in_step, self.bad, self.another_rank = True, False, False
+        self._flag = self._told = None
         self.watch.clear()
         self.buffers.take()
         return True
@@ -125,14 +138,16 @@ class StepGuard:
             return None
         if boundaries.scaler_of(optimizer) is not None or not leaves_out(optimizer):
             return None
+        if may_average():  # also by the loop itself, after the backward pass
+            self.watch.look_again()
         flag = self.watch.flag()
         if flag is None or flag.device.type not in LEAVES_OUT or (flag := self.buffers.leave(flag)) is None:
             return None
         self.optimizers.add(optimizer)
         self._keeper.before_first_update(self.missed(), scaled=False)
         self._keeper.left_to_device()
-        self._flag = flag
-        return flag
+        self._flag = flag if self._told is None else flag.maximum(self._told.values[0])
+        return self._flag
 
     def settle(self) -> None:
         """Read the verdict on the step that is over, if the device has it still; waits for its backward pass. All that
@@ -142,8 +157,7 @@ class StepGuard:
         self.owed, self._flag = False, None
         finite = self.watch.verdict_that_was_left()
         self.watch.bad |= self.watch.large
-        turned = self._bad_buffers()
-        if not finite or self.watch.large or turned:
+        if not finite or self.watch.large or not self._rest_is_good():
             self._veto_alone()
         self.end()
 
@@ -158,12 +172,35 @@ class StepGuard:
         if not self.in_step and self.bad and self.watch.bad_gradients_are_gone():
             self.bad = False  # that step is over for every optimizer
         self._keeper.before_first_update(self.missed(), scaled=scaler is not None)
+        if may_average():
+            self.watch.look_again()
         self.buffers.ask()
         finite = self.watch.verdict()  # waits for the device
         if finite and self.watch.large and squares_gradients(optimizer):
             self.watch.bad |= self.watch.large
             finite = False
-        return finite and not (self.bad or self._bad_buffers() or self._keeper.loss_is_off())
+        return finite and not self.bad and self._rest_is_good()
+
+    def _rest_is_good(self) -> bool:
+        """Buffers and loss. Of several ranks it is as they told each other when they had the average."""
+        if self._told is not None and not any(bad for _, bad in self._told.read()):
+            return True
+        good = not (self._bad_buffers() or self._keeper.loss_is_off())
+        self.another_rank = good and self._told is not None
+        return good and self._told is None
+
+    def _tell_ranks(self) -> None:
+        """What a rank alone can see, so that all of them veto a step or none. Each is here after the same backward
+        passes; there is nothing to tell where no buffer holds numbers and losses veto nothing, which is so for all."""
+        if not (self.buffers.hold_numbers or self._keeper.vetoes_losses()):
+            return
+        good = torch.zeros((), device=self._device)
+        if (flag := self.buffers.leave(good)) is None:
+            self.buffers.ask()
+            flag = good + bool(self.buffers.turned_nonfinite())
+        if self._keeper.loss_is_off():
+            flag = good + 1.0
+        self._told = Coming(["told"], self.ranks.spread(flag.clone()).reshape(1), self._device)
 
     def _bad_buffers(self) -> bool:
         found = self.buffers.turned_nonfinite()
@@ -209,8 +246,10 @@ class StepGuard:
         self.settle()
         if self.in_step or self.watch.fresh:
             self._keeper.before_first_update(self.missed(), scaled=None)
+            if may_average():
+                self.watch.look_again()
             self.buffers.ask()
-            if not self.bad and (not self.watch.verdict() or self._bad_buffers() or self._keeper.loss_is_off()):
+            if not self.bad and not (self.watch.verdict() and self._rest_is_good()):
                 self._veto_alone()
             self.end()
 
