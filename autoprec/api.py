@@ -12,6 +12,7 @@ from autoprec.checks import check_amount, check_choice
 from autoprec.devices import Device
 from autoprec.errors import InputError
 from autoprec.execution.lowering import BACKENDS, Backend
+from autoprec.execution.ranks import own_file
 from autoprec.plans import Plan
 from autoprec.policies import Policy
 from autoprec.serial import load_policy, read_plan
@@ -52,7 +53,8 @@ def compile(
         batches: up to `calibration.steps` batches for `loss_fn`.
         loss_fn: `loss_fn(model, batch)` returns the scalar to differentiate.
         device: timings measured before, so that nothing is timed again.
-        events: JSON-lines file that events are appended to; None for no file.
+        events: JSON-lines file that events are appended to; None for no file. Of several processes (torch.distributed)
+            those after the first append to one of their own, with `.rank1` and so on before its suffix.
         total_steps: optimizer steps that the run is planned to have, for shares in the policy's schedule.
         backend: "eager" runs the rewritten graphs as they are, "inductor" through torch's compiler.
 
@@ -79,7 +81,7 @@ def compile(
         budget=budget,
         plan=chosen,
         device=device,
-        events_path=None if events is None else Path(events),
+        events_path=None if events is None else own_file(Path(events)),
         backend=backend,
         total_steps=total_steps,
     )

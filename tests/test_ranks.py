@@ -6,10 +6,10 @@ Each case is run by two processes, in one pair for all cases (starting them take
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,13 +54,13 @@ class Normed(Net):
 class Run:
     """One rank's run of one case. `step(k)` is a step; in step BAD rank 0 alone has a reason to veto it."""
 
-    def __init__(self, rank: int, name: str) -> None:
+    def __init__(self, rank: int, name: str, folder: str) -> None:
         torch.manual_seed(0)
         self.rank, self.name = rank, name
         self.model = Normed() if "buffer" in name or "norm" in name else Net()
         guard = {"loss_spike": "skip"} if name == "loss" else {}
         policy = load_policy("bf16").replaced(calibration={"steps": 2}, guard=guard, monitor=MONITOR)
-        autoprec.compile(self.model, policy=policy, events=None)
+        autoprec.compile(self.model, policy=policy, events=f"{folder}/{name}.jsonl")
         self.session = autoprec.session(self.model)
         options = {"bucket view": {"gradient_as_bucket_view": True}, "static graph": {"static_graph": True}}
         options |= {"unused": {"find_unused_parameters": True}}
@@ -134,7 +134,7 @@ def work(rank: int, folder: str) -> None:
     for name in CASES:
         if "left" in name:  # as on a GPU
             Tensor.is_cpu, stepping.LEAVES_OUT = property(lambda self: False), {"cpu"}  # type: ignore[misc, assignment]
-        found[name] = Run(rank, name).run()
+        found[name] = Run(rank, name, folder).run()
         Tensor.is_cpu, stepping.LEAVES_OUT = is_cpu, {"cuda"}  # type: ignore[misc]
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
@@ -145,7 +145,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """By rank, by case."""
     folder = tmp_path_factory.mktemp("ranks")
     mp.spawn(work, args=(str(folder),), nprocs=2)
-    return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    found = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    for name in CASES:
+        for rank, file in enumerate((f"{name}.jsonl", f"{name}.rank1.jsonl")):
+            lines = (folder / file).read_text().splitlines()
+            found[rank][name]["written"] = [e for e in map(json.loads, lines) if e["kind"] == "bad_step"]
+    return found
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -154,7 +159,7 @@ def test_a_step_that_is_bad_for_one_is_bad_for_all(found: list[dict[str, Any]], 
         seen = found[rank][name]
         assert seen["unchanged"] and seen["finite"] and seen["agree"], (rank, seen)
         assert seen["skipped"] == [True, False] and seen["steps"] == STEPS - 1, (rank, seen)
-        assert len(seen["told"]) == 1, (rank, seen)
+        assert len(seen["told"]) == len(seen["written"]) == 1, (rank, seen)
     if name in ("buffer of one", "loss", "buffer, left"):
         assert "another rank" in found[1][name]["told"][0][1]
     else:

@@ -8,18 +8,25 @@ verdict, and what a rank alone can see (its buffers, its loss) is told to all.
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Ranks", "may_average"]
+__all__ = ["Ranks", "may_average", "own_file"]
 
 
 def may_average() -> bool:
     """Whether this is one of several processes, which may change gradients between the backward pass and the update."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def own_file(path: Path) -> Path:
+    """Of several processes each writes a file of its own: `events.jsonl` is rank 0's, `events.rank3.jsonl` rank 3's."""
+    rank = dist.get_rank() if may_average() else 0
+    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
 
 
 class Ranks:
