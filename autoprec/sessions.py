@@ -158,6 +158,7 @@ class Session(Settling, Replanning, Resumable):
 
         Raises `InputError` if the run writes no file of events, or the page cannot be written.
         """
+        self.settle()
         from autoprec.reporting.pages import write_page  # its pictures take half a second to import
 
         file, events = self._log.told()
@@ -200,6 +201,7 @@ class Session(Settling, Replanning, Resumable):
 
     def enter(self) -> None:
         """The model, or a part of it that is captured on its own, is called (called by the dispatcher)."""
+        self.settle()
         self._entered = True
 
     def run(self, template: Template, arguments: Sequence[Any]) -> Any:
@@ -453,13 +455,15 @@ class Session(Settling, Replanning, Resumable):
 
     def close(self) -> None:
         """Take everything off the model; it is the plain FP32 model again."""
-        self.settle()
-        dispatch.uninstall(self.model)
-        self._parts.close()
-        dispatch.release(list(self._parameters.values()))
-        self._guard.remove()
-        self._takeover.close()
-        self._observed.drop()
-        self._slots.clear()
-        self._calls.clear()
-        self._event("unwrapped", evidence=self._frozen.close())
+        try:
+            self.settle()
+        finally:
+            dispatch.uninstall(self.model)
+            self._parts.close()
+            dispatch.release(list(self._parameters.values()))
+            self._guard.remove()
+            self._takeover.close()
+            self._observed.drop()
+            self._slots.clear()
+            self._calls.clear()
+            self._event("unwrapped", evidence=self._frozen.close())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from torch import Tensor
@@ -59,6 +59,9 @@ class Settling:
     def verdict_can_wait(self: Session) -> bool:  # type: ignore[misc]
         """Not where a bad step raises at once, or the loss is asked; not while a step is observed, which the host reads
         anyway; and not in a loop that overwrites what it gives the model: no bad step could be replayed."""
+        given = list(_given_to(self._calls, self._guard.buffers.values()))
+        if any(x.is_inference() for x in given):  # nobody could tell if it is overwritten
+            return False
         asked = self.policy.guard.nonfinite == "raise" or self.vetoes_losses() or self._is_overwritten
         return not asked and not self.calibrating and self._observed.observer is None
 
@@ -68,7 +71,8 @@ class Settling:
 
     def left_to_device(self: Session) -> None:  # type: ignore[misc]
         """The verdict on the step in progress is read later (called by the guard)."""
-        self._given = tuple(_given_to(self._calls, self._guard.buffers.values()))
+        given = _given_to(self._calls, self._guard.buffers.values())
+        self._given = tuple((x, x._version) for x in given)
 
     def notice_overwritten(self: Session) -> bool:  # type: ignore[misc]
         """Whether what the step was given is something else by now. Then verdicts are waited for from now on."""
@@ -84,8 +88,9 @@ class Settling:
         return changed
 
 
-def _given_to(calls: Iterable[CallRecord], buffers: dict[int, Tensor]) -> Iterable[tuple[Tensor, int]]:
+def _given_to(calls: Iterable[CallRecord], buffers: Mapping[int, Tensor]) -> Iterator[Tensor]:
+    """The tensors that the model was called with."""
     for record in calls:
         for i in record.binding.template.value_positions:
             if isinstance(x := record.arguments[i], Tensor) and id(x) not in buffers:
-                yield x, x._version
+                yield x

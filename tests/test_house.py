@@ -71,6 +71,8 @@ PRIVATE_TORCH = {
     "torch._guards": "the mode of fake tensors in force, so that a recorder tells its own; compiling under it",
     "torch._inductor": "the compiler itself, and its switches for rounding and random numbers",
     "torch._functorch": "the partitioner that decides what a compiled graph keeps, and the switch of its cache",
+    "torch.autograd._unsafe_preserve_version_counter": "buffers that a device puts back, or not, as FSDP does",
+    "torch._debug_has_internal_overlap": "an expanded buffer cannot be written to",
     "torch.autograd._profiler_enabled": "one of torch's profilers at a time: the user's comes first",
     "torch._ops": "the type of higher-order operators in captured graphs",
     "torch._C": "the first profiler's allocations; saved-tensor hooks; is a backward pass or transform running",

@@ -110,7 +110,7 @@ class Run:
                 found["unchanged"] = same(before, self.state())
                 if "buffer" in self.name:
                     found["unchanged"] &= same(buffers, [*self.model.buffers()])
-            found["left"] += self.session._guard.owed
+            found["left"] += self.session._guard.owes
             if k >= BAD:
                 found.setdefault("skipped", []).append(self.session.step_was_skipped)
         bad = [e for e in self.session.events if e.kind == "bad_step"]

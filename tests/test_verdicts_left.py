@@ -79,7 +79,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def is_left(session: Any) -> bool:
-    return bool(session._guard.owed)
+    return bool(session._guard.owes)
 
 
 def test_the_host_reads_nothing_between_the_forward_pass_and_the_next(
@@ -437,7 +437,7 @@ def test_the_last_step_of_a_program_is_told(tmp_path: Path) -> None:
         optimizer.zero_grad()
         model(torch.randn(2, 4) * (float("nan") if k == 5 else 1.0)).sum().backward()
         optimizer.step()
-    assert autoprec.session(model)._guard.owed
+    assert autoprec.session(model)._guard.owes
     """
     source = "import autoprec.serial\n" + textwrap.dedent(program)
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)

@@ -34,8 +34,9 @@ _NEARLY = 0.5
 #: Of the largest gradient of a weight, what the gradients that it is made of may be.
 _SHARE = 2.0**-20
 
-#: A gradient whose square FP32 does not hold.
-_UNSQUARED = 2.0**64
+#: Where a bad step is finite when it is run again, gradients from here on are taken for too large to be squared (FP32
+#: ends below the square of 2^64), and smaller ones are not.
+_LARGE = 2.0**64 * _SHARE
 
 #: Ops before and after the named one whose ranges are told.
 _NEIGHBOURS = 2
@@ -145,7 +146,7 @@ def _of_call(
     seen, plain = _looks(record, slot, buffers)
     if (found := seen.offence) is None:
         largest = max((max(e.gradient, e.arriving) for e in seen.extents.values()), default=0.0)
-        if largest < _UNSQUARED:
+        if largest < _LARGE:
             return None
         return _told_large(seen, plain, record, slot, dict.fromkeys(bad, largest))  # gone before it was looked at
     if slot.rewritten is None or slot.plan is None:

@@ -56,12 +56,20 @@ class StepListener(Protocol):
 
 @dataclass
 class _Step:
-    """An optimizer's step in progress."""
+    """An optimizer's step in progress. `flag`: what it was given as `found_inf`."""
 
+    optimizer: weakref.ref[Optimizer]
     owners: Sequence[weakref.ref[StepListener]]
     snapshot: OptimizerSnapshot | None = None
     aside: list[PutAside] = field(default_factory=list)
-    is_left: bool = False
+    flag: Tensor | None = None
+
+    def take_flag_back(self) -> None:
+        """What the optimizer was given; one that raised has it still."""
+        optimizer = self.optimizer()
+        if optimizer is not None and self.flag is not None and getattr(optimizer, "found_inf", None) is self.flag:
+            del optimizer.found_inf
+        self.flag = None
 
 
 _steps: dict[int, _Step] = {}
@@ -89,6 +97,9 @@ def unlisten(listener: StepListener) -> None:
 def _unlisten(known: weakref.ref[StepListener]) -> None:
     if known in _listeners:
         _listeners.remove(known)
+    for step in _steps.values():
+        if known in step.owners:
+            step.take_flag_back()
     if not _listeners:
         _remove()
 
@@ -135,9 +146,14 @@ def _install() -> None:
 @atexit.register
 def _settle_all() -> None:
     """The last step of a run may have been a bad one, and is told in the file of events."""
-    for known in tuple(_listeners):
-        if (listener := known()) is not None:
+    errors = list[BaseException]()
+    for listener in [listener for known in tuple(_listeners) if (listener := known()) is not None]:
+        try:
             listener.settle()
+        except Exception as error:  # each is told, whatever came of the others
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _remove() -> None:
@@ -155,11 +171,11 @@ def _owners(optimizer: Optimizer) -> list[StepListener]:
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     owners = _owners(optimizer)
-    if (raised := _steps.pop(id(optimizer), None)) is not None and raised.is_left:
-        optimizer.found_inf = None  # type: ignore[attr-defined]
+    if (raised := _steps.pop(id(optimizer), None)) is not None:
+        raised.take_flag_back()
     if not owners:
         return None
-    step = _steps[id(optimizer)] = _Step([weakref.ref(owner) for owner in owners])
+    step = _steps[id(optimizer)] = _Step(weakref.ref(optimizer), [weakref.ref(owner) for owner in owners])
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         _judge(optimizer, owners, step)
@@ -181,10 +197,12 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _judge(optimizer: Optimizer, owners: Sequence[StepListener], step: _Step) -> None:
     """Ask every owner; one bad verdict vetoes the step for all."""
+    for owner in owners:
+        owner.settle()  # of a step before; if that raises, this one is not aborted, and changes nothing either
     try:
         alone = len(owners) == 1 and step.snapshot is None
         if alone and (flag := owners[0].leave_to_device(optimizer)) is not None:
-            optimizer.found_inf, step.is_left = flag, True  # type: ignore[attr-defined]
+            optimizer.found_inf = step.flag = flag  # type: ignore[attr-defined]
             return
         bad = [owner for owner in owners if not owner.gradients_are_good(optimizer)]
         if not bad:
@@ -206,8 +224,7 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     _stepped.add(id(optimizer))
     if step is None:
         return
-    if step.is_left:
-        del optimizer.found_inf  # type: ignore[attr-defined]
+    step.take_flag_back()
     if step.aside:
         if step.snapshot is not None:
             step.snapshot.restore(optimizer)

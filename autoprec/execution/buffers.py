@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autoprec.execution.coming import Coming
 from autoprec.execution.guard import numbers_of
 
-__all__ = ["BufferSnapshot"]
+__all__ = ["BufferSnapshot", "names_of"]
 
 #: Buffers up to this size are copied at every step; larger ones (masks, position tables) once they were seen to change.
 _SMALL_BUFFER_BYTES = 1 << 20
@@ -99,8 +99,8 @@ class BufferSnapshot:
         `turned_nonfinite` need no host. None where they do."""
         now = self._buffers() if self._copies else {}
         if len(self._copies) > _FEW or any(
-            now.get(name) is not buffer or buffer.device != flag.device or buffer.layout is not torch.strided
-            for name, (buffer, _) in self._copies.items()
+            now.get(name) is not buffer or not _can_be_put_back(buffer, saved, flag.device)
+            for name, (buffer, saved) in self._copies.items()
         ):
             return None
         floating = {n: pair for n, pair in self._copies.items() if pair[0].is_floating_point()}
@@ -116,10 +116,17 @@ class BufferSnapshot:
         self._coming = Coming(list(floating), turned, flag.device)
         return flag.maximum(turned.any())
 
+    def left(self) -> Coming | None:
+        """What `leave` asked for; nothing of it is left here."""
+        coming, self._coming = self._coming, None
+        return coming
+
     def restore_where(self, flag: Tensor) -> None:
-        """Bitwise as at `take`, if the flag is raised; the device alone reads it."""
+        """Bitwise as at `take`, if the flag is raised; the device alone reads it. For autograd nothing has changed: it
+        has not, in a good step."""
         raised = flag.bool()
-        with torch.no_grad():
+        buffers = tuple(buffer for buffer, _ in self._copies.values())
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffers):
             for buffer, saved in self._copies.values():
                 buffer.copy_(torch.where(raised, saved, buffer))
 
@@ -138,8 +145,7 @@ class BufferSnapshot:
     def turned_nonfinite(self) -> list[str]:
         """Names of buffers that were finite at `take` and are not now (a statistic can overflow before a gradient)."""
         if self._coming is not None:
-            coming, self._coming = self._coming, None
-            return [name for name, turned in coming.read() if turned]
+            return names_of(self._coming)
         by_place: dict[tuple[torch.device, torch.dtype], list[str]] = {}
         for name, total in self._sums.items():
             by_place.setdefault((total.device, total.dtype), []).append(name)
@@ -158,3 +164,14 @@ class BufferSnapshot:
     def values(self) -> dict[int, Tensor]:
         """id(buffer) → its value at `take`."""
         return {id(buffer): saved for buffer, saved in self._copies.values()}
+
+
+def names_of(coming: Coming | None) -> list[str]:
+    """Whose number is not zero. Waits for the device."""
+    return [] if coming is None else [name for name, number in coming.read() if number]
+
+
+def _can_be_put_back(buffer: Tensor, saved: Tensor, device: torch.device) -> bool:
+    """In one kernel, whatever the flag says: not what is sparse, was resized, or has one place for several elements."""
+    strided = buffer.layout is torch.strided and buffer.device == device and buffer.shape == saved.shape
+    return strided and not torch._debug_has_internal_overlap(buffer)

@@ -11,19 +11,21 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
 
 from autoprec.execution.coming import Coming
 from autoprec.execution.ranks import Ranks
 
 __all__ = [
     "GradientWatch",
+    "GradientsLeft",
     "OptimizerSnapshot",
     "PutAside",
     "calls_closure_once",
@@ -63,7 +65,6 @@ class GradientWatch:
         self._task = [_NO_TASK - 1]
         self._shared: set[str] = set()
         self._coming: list[Coming] = []
-        self._left: list[Coming] = []
         self._norms: dict[str, float] = {}
         self._judged: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
@@ -178,35 +179,35 @@ class GradientWatch:
         """True if every gradient since `clear` was finite. Waits for the device until it has looked at the last of
         them, and not for what it was asked for after that."""
         self.look()
-        self.leave()
-        return self.verdict_that_was_left()
-
-    def verdict_that_was_left(self) -> bool:
-        """`verdict`, on what was there at `leave`."""
-        left, self._left = self._left, []
-        for norms in left:
-            largest = _LARGEST_NORM[norms.values.dtype]
-            for name, norm in norms.read():
-                if not norm <= largest:
-                    self._norms[name] = norm
-                    (self.large if self._is_large(name, norm) else self.bad).add(name)
+        for name, norm in _too_large(self._coming).items():
+            self._norms[name] = norm
+            (self.large if self._is_large(name, norm) else self.bad).add(name)
+        self._coming = []
         return not self.bad
-
-    def leave(self) -> None:
-        """What has been looked at so far will be judged by `verdict_that_was_left`, and what arrives later will not."""
-        self._left, self._coming = [*self._left, *self._coming], []
 
     def flag(self) -> Tensor | None:
         """1.0 where `verdict` would find something bad or large and 0.0 where not, on the device of the gradients,
         which nobody waits for. None where the host knows something already, or gradients are in several places."""
         self.look()
-        self.leave()
-        devices = {norms.values.device for norms in self._left}
+        devices = {norms.values.device for norms in self._coming}
         if self.bad or self.large or len(devices) != 1:
             return None
-        found = [(norms.values <= _LARGEST_NORM[norms.values.dtype]).all() for norms in self._left]
+        found = [(norms.values <= _LARGEST_NORM[norms.values.dtype]).all() for norms in self._coming]
         good = found[0] if len(found) == 1 else torch.stack(found).all()
         return good.logical_not().float()
+
+    def leave(self) -> GradientsLeft:
+        """What `flag` was about, for later; nothing of it is left here."""
+        grads = {f: g for f in self.fresh if (g := self._parameters[f].grad) is not None}
+        coming, self._coming = self._coming, []
+        return GradientsLeft(coming, {f: TensorWeakRef(g) for f, g in grads.items()})
+
+    def take_back(self, left: GradientsLeft, norms: Mapping[str, float]) -> None:
+        """A step that was left was bad, by these norms (none, where no gradient was to blame)."""
+        self.bad.update(norms)
+        self._norms.update(norms)
+        found = {f: left.grads[f]() for f in (norms or left.grads) if f in left.grads}
+        self._judged = {f: g for f, g in found.items() if g is not None}
 
     def _is_large(self, name: str, norm: float) -> bool:
         """Whether a gradient whose squares have no sum is finite: told by a second look. One that was changed
@@ -222,8 +223,8 @@ class GradientWatch:
         found = {f: self._norms.get(f, math.inf) for f in sorted(self.bad)}
         for f in found:
             p = self._parameters.get(f)
-            if p is not None and p.grad is not None and p.grad.numel():
-                found[f] = float(numbers_of(p.grad).abs().max())
+            if p is not None and (g := p.grad) is not None and g.numel() and self._judged.get(f, g) is g:
+                found[f] = float(numbers_of(g).abs().max())
         return {f: math.inf if math.isnan(size) else size for f, size in found.items()}
 
     def note_gradients(self) -> None:
@@ -247,7 +248,7 @@ class GradientWatch:
         self._fresh.clear()
         self.bad.clear()
         self.large.clear()
-        self._coming, self._left = [], []
+        self._coming = []
         self._norms.clear()
         self._judged.clear()
 
@@ -258,6 +259,22 @@ class GradientWatch:
         self._handles.clear()
         self._hooks.clear()
         self._unwatched = dict(self._parameters)
+
+
+class GradientsLeft:
+    """Norms of a step's gradients that the host has not read, and the gradients, which this does not keep alive."""
+
+    def __init__(self, coming: Sequence[Coming], grads: Mapping[str, TensorWeakRef]) -> None:
+        self._coming, self.grads = coming, grads
+
+    def read(self) -> dict[str, float]:
+        """Norms of those that made the step bad, by FQN. Waits for the device."""
+        return _too_large(self._coming)
+
+
+def _too_large(coming: Iterable[Coming]) -> dict[str, float]:
+    """Norms that are not finite, or whose squares are not."""
+    return {name: n for c in coming for name, n in c.read() if not n <= _LARGEST_NORM[c.values.dtype]}
 
 
 #: Outside of any backward pass.
@@ -341,7 +358,7 @@ def leaves_out(optimizer: Optimizer) -> bool:
     if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
         return False
     return all(
-        group.get("fused") and all(p.grad is None or p in optimizer.state for p in group["params"])
+        group.get("fused") and all(p.grad is None or optimizer.state.get(p) for p in group["params"])
         for group in optimizer.param_groups
     )
 

@@ -8,8 +8,10 @@ has it, and the host reads it (`settle`) before the next call of the model, or w
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,9 +19,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from autoprec.execution import boundaries
-from autoprec.execution.buffers import BufferSnapshot
+from autoprec.execution.buffers import BufferSnapshot, names_of
 from autoprec.execution.coming import Coming
-from autoprec.execution.guard import GradientWatch, leaves_out, squares_gradients
+from autoprec.execution.guard import GradientsLeft, GradientWatch, leaves_out, squares_gradients
 from autoprec.execution.ranks import Ranks, may_average
 
 __all__ = ["StepGuard", "StepKeeper"]
@@ -61,7 +63,6 @@ class StepGuard:
     Attributes:
         in_step: True from the first training forward to the end of the step.
         bad: True once the step was found bad.
-        owed: True from the end of a step whose verdict the device has to `settle`.
         another_rank: True if the step is bad for what another rank alone has seen.
         covered: FQNs of the parameters of each captured graph that was called, or that a gradient reached through its
             outputs, since the last step.
@@ -79,8 +80,9 @@ class StepGuard:
         self.another_rank = False
         self.in_step = False
         self.bad = False
-        self.owed = False
         self._flag: Tensor | None = None
+        self._left: _Left | None = None
+        self._lock = threading.RLock()
         self.covered: set[frozenset[str]] = set()
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._scaler: Callable[[], Any] = lambda: None
@@ -90,6 +92,11 @@ class StepGuard:
         """Take every hook off."""
         boundaries.unlisten(self)
         self.watch.remove()
+
+    @property
+    def owes(self) -> bool:
+        """Whether the device has the verdict on a step that is over, for `settle`."""
+        return self._left is not None
 
     def begin(self) -> bool:
         """A training forward runs. True if it is the first of a step."""
@@ -132,7 +139,6 @@ class StepGuard:
     def leave_to_device(self, optimizer: Optimizer) -> Tensor | None:
         """1.0 if the step is bad, 0.0 if not, on the device, for `optimizer.found_inf`; the host reads the verdict in
         `settle`. None where it has to be asked for now, by `gradients_are_good`."""
-        self.settle()
         self._flag = None
         if not self.in_step or self.bad or not self._keeper.verdict_can_wait():
             return None
@@ -152,18 +158,28 @@ class StepGuard:
     def settle(self) -> None:
         """Read the verdict on the step that is over, if the device has it still; waits for its backward pass. All that
         a bad step means happens here: nothing was changed by it, the device has seen to that. May raise."""
-        if not self.owed:
+        if self._left is None:
             return
-        self.owed, self._flag = False, None
-        finite = self.watch.verdict_that_was_left()
-        self.watch.bad |= self.watch.large
-        if not finite or self.watch.large or not self._rest_is_good():
-            self._veto_alone()
-        self.end()
+        # Whoever asks may be another thread, or validate in inference mode, in which no step can be replayed.
+        with self._lock, torch.inference_mode(False), torch.enable_grad():
+            if (left := self._left) is None:
+                return
+            norms, turned, told = left.gradients.read(), names_of(left.buffers), names_of(left.ranks)
+            self._left = None  # not before: what waits can be interrupted
+            if norms or turned or told:
+                self.bad, self.another_rank = True, not (norms or turned)
+                self.watch.take_back(left.gradients, norms)
+                self.watch.bad.update(turned)
+                try:
+                    self._keeper.on_bad_gradients(own=True)
+                except BaseException:
+                    self.bad = False
+                    self.watch.clear()
+                    raise
+            self._keeper.on_end(bad=self.bad)
 
     def gradients_are_good(self, optimizer: Optimizer) -> bool:
         """The verdict, formed once a step; coverage is checked first (called before each update)."""
-        self.settle()
         self._flag = None
         self.optimizers.add(optimizer)
         scaler = boundaries.scaler_of(optimizer)
@@ -217,7 +233,7 @@ class StepGuard:
     def abort(self) -> None:
         """The keeper of this or of another model raised: the step is over, with everything as it was before it."""
         self.buffers.restore()
-        self.in_step = self.bad = self.owed = False
+        self.in_step = self.bad = False
         self._flag = None
         self.watch.clear()
         self.covered.clear()
@@ -226,6 +242,7 @@ class StepGuard:
         """A GradScaler skipped the step of an optimizer, which was not called: the boundary is here. `bad` tells
         whether gradients of any model that it steps were not finite."""
         self.settle()
+        self._flag = None
         if self.in_step and bad:
             self._veto_alone(own=not self.watch.verdict())
             self.end()
@@ -244,6 +261,7 @@ class StepGuard:
     def end_by_hand(self) -> None:
         """A boundary of a loop without a torch optimizer: the same questions are asked, nothing can be vetoed."""
         self.settle()
+        self._flag = None
         if self.in_step or self.watch.fresh:
             self._keeper.before_first_update(self.missed(), scaled=None)
             if may_average():
@@ -257,13 +275,23 @@ class StepGuard:
         """The step is over. A second optimizer of the same step finds nothing to end."""
         if not self.in_step:
             return
-        if self._flag is not None:
-            self.buffers.restore_where(self._flag)
-            self.owed = True
-            return
         self.in_step = False
-        if self.bad:
+        flag, self._flag = self._flag, None
+        if flag is not None:
+            self.buffers.restore_where(flag)
+            self._left = _Left(self.watch.leave(), self.buffers.left(), self._told)
+        elif self.bad:
             self.buffers.restore()
         self.watch.fresh.clear()
         self.covered.clear()
-        self._keeper.on_end(bad=self.bad)
+        if flag is None:
+            self._keeper.on_end(bad=self.bad)
+
+
+@dataclass(frozen=True)
+class _Left:
+    """What the device knows of a step that is over: norms, buffers that are not finite, and what ranks told."""
+
+    gradients: GradientsLeft
+    buffers: Coming | None
+    ranks: Coming | None
