@@ -342,11 +342,9 @@ class Session(Settling, Replanning, Resumable):
             self._incident = told
             self._event("bad_step", trigger="loss_spike", evidence=told)
             return
-        calls, buffers = list(self._calls), self._guard.buffers.values()
-        if lost := self.notice_overwritten():
-            calls = []
+        calls, buffers = self.calls_to_replay(), self._guard.buffers.values()
         incident = investigate(calls, list(self._slots.values()), buffers, self._guard.watch.largest())
-        if lost:
+        if self.notice_overwritten():
             told = f"{incident.evidence}; what the step was given is another batch by now, and names no culprit"
             incident = replace(incident, evidence=told)
         if incident.trigger == "corruption" and self._log.has("bad_step", op=incident.op, trigger="corruption"):
@@ -368,6 +366,7 @@ class Session(Settling, Replanning, Resumable):
         """Count the step, take its observations, plan at the end of calibration (called by the guard)."""
         self._entered, self.step_was_skipped = False, bad
         self.notice_overwritten()
+        self._given = self._left_calls = ()
         for slot in self._ran:
             slot.faults = {}
         if bad:

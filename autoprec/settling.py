@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from torch import Tensor
@@ -49,6 +50,8 @@ class Settling:
 
     #: What the step in progress was given, with the versions of it, from the time its verdict was left to the device.
     _given: tuple[tuple[Tensor, int], ...] = ()
+    #: Its calls as they were then: a later backward pass through them is not of it.
+    _left_calls: tuple[CallRecord, ...] = ()
     _is_overwritten = False
 
     def settle(self: Session) -> None:  # type: ignore[misc]
@@ -73,11 +76,15 @@ class Settling:
         """The verdict on the step in progress is read later (called by the guard)."""
         given = _given_to(self._calls, self._guard.buffers.values())
         self._given = tuple((x, x._version) for x in given)
+        self._left_calls = tuple(replace(c, output_gradients=dict(c.output_gradients)) for c in self._calls)
+
+    def calls_to_replay(self: Session) -> list[CallRecord]:  # type: ignore[misc]
+        """Of the step that is judged; none, if what it was given is something else by now."""
+        return [] if self.notice_overwritten() else list(self._left_calls or self._calls)
 
     def notice_overwritten(self: Session) -> bool:  # type: ignore[misc]
         """Whether what the step was given is something else by now. Then verdicts are waited for from now on."""
         changed = any(x._version != version for x, version in self._given)
-        self._given = ()
         if changed and not self._is_overwritten:
             self._is_overwritten = True
             told = (

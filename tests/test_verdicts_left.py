@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import math
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoprec
-from autoprec.errors import NonFiniteError
+from autoprec.errors import InputError, NonFiniteError, NotCapturedError
 from autoprec.execution import stepping
+from autoprec.execution.coming import Coming
 from autoprec.serial import load_policy
 from tests.test_guard import same
 
@@ -225,38 +229,41 @@ def test_optimizers_that_cannot_are_waited_for(elsewhere: None, name: str) -> No
 
 @pytest.mark.parametrize("what", ["state", "policy", "spikes", "observed", "scaler", "calibrating"])
 def test_where_the_verdict_cannot_wait(elsewhere: None, what: str) -> None:
+    """The step after these would be left; for one reason it is not."""
     guard = {"policy": {"nonfinite": "raise"}, "spikes": {"loss_spike": "skip"}}.get(what, {})
-    monitor = {"interval_steps": 4, "window_steps": 8}
-    model, session = compiled(guard=guard, monitor=monitor)
+    model, session = compiled(guard=guard, monitor={"interval_steps": 6, "window_steps": 12})
     optimizer = adamw(model)
-    if what == "state":
-        for k in range(3):
-            step(model, torch.optim.SGD(model.parameters(), lr=0.1), batch(k))
-    elif what != "calibrating":
-        for k in range(3):
-            step(model, optimizer, batch(k))
+    for k in range(5 if what == "observed" else 1 if what == "calibrating" else 4):
+        step(model, optimizer, batch(k))
+    if what == "state":  # of one parameter, which a step would make
+        optimizer.state.pop(model.first.bias)
+        assert not optimizer.state[model.first.bias]  # looked at, there is something
+    before = everything(model, optimizer)
     if what == "scaler":
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        for p in model.parameters():
-            p.grad = None
+        optimizer.zero_grad()
         scaler.scale(model(batch(4)).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        scaler._per_optimizer_states.clear()  # its own flag is one reason, and that it is there another
         scaler.step(optimizer)
-        assert not is_left(session)
-        scaler.update()
     elif what == "policy":
-        before = everything(model, optimizer)
         with pytest.raises(NonFiniteError, match="parameters are unchanged"):
             step(model, optimizer, batch(4, bad=True))
         assert same(before, everything(model, optimizer))
     else:
-        step(model, optimizer, batch(4))
-        assert not is_left(session)
+        step(model, optimizer, batch(4, bad=what == "state"))
+        assert what != "state" or same(before[0], everything(model, optimizer)[0])
+    assert not is_left(session)
+    if what == "state":
+        assert not optimizer.state[model.first.bias] and session.step_was_skipped
+    if what in ("observed", "calibrating"):
         step(model, optimizer, batch(5))
-        assert is_left(session) == (what in ("state", "observed"))
+        step(model, optimizer, batch(6))
+        assert is_left(session)
 
 
 @pytest.mark.parametrize(
-    "ask", ["steps", "skipped_steps", "step_was_skipped", "plan", "events", "save", "unwrap", "eval"]
+    "ask", ["steps", "skipped_steps", "step_was_skipped", "plan", "events", "save", "unwrap", "eval", "report"]
 )
 def test_whoever_asks_is_told_of_all_steps(elsewhere: None, ask: str, tmp_path: Path) -> None:
     model, session = compiled()
@@ -275,8 +282,11 @@ def test_whoever_asks_is_told_of_all_steps(elsewhere: None, ask: str, tmp_path: 
         autoprec.unwrap(model)
     elif ask == "eval":
         model.eval()
-        with torch.no_grad():
+        with torch.inference_mode():
             model(batch(6))
+    elif ask == "report":
+        with pytest.raises(InputError, match="no file"):
+            session.report(tmp_path / "report.html")
     else:
         getattr(session, ask)
     assert not is_left(session) and session._skipped_steps == 1
@@ -298,11 +308,18 @@ def test_several_optimizers_answer_together(elsewhere: None) -> None:
     for k in range(4):
         both(batch(k))
     before = [everything(model, optimizer) for optimizer in (first, second)]
+    model(batch(3))  # settles
+    first.zero_grad()
+    model(batch(3)).square().mean().backward()
+    first.step()
+    assert is_left(session)
+    before = [everything(model, optimizer) for optimizer in (first, second)]
     both(batch(4, bad=True))
+    assert not is_left(session)  # the second waited
     assert session.step_was_skipped and same(before, [everything(model, optimizer) for optimizer in (first, second)])
     assert [e.kind for e in session.events].count("bad_step") == 1
     both(batch(5))
-    assert session.steps == 5 and not same(before, [everything(model, optimizer) for optimizer in (first, second)])
+    assert session.steps == 6 and not same(before, [everything(model, optimizer) for optimizer in (first, second)])
 
 
 def test_a_backward_pass_after_the_step_is_not_of_it(elsewhere: None) -> None:
@@ -333,6 +350,7 @@ def test_micro_batches_are_judged_together(elsewhere: None) -> None:
         for k in range(3):
             model(batch(k, bad=k == bad)).square().mean().backward()
         optimizer.step()
+        assert is_left(session) == (bad in (None, 2))  # what was bad before the last forward pass is known
         assert same(before[0], everything(model, optimizer)[0]) == (bad is not None)
         assert session.step_was_skipped == (bad is not None)
 
@@ -383,6 +401,286 @@ def test_what_was_overwritten_names_no_culprit(elsewhere: None) -> None:
     x.zero_()
     bad = [e for e in session.events if e.kind == "bad_step"]
     assert session.skipped_steps == 1 and [e.op for e in bad] == [""] and "another batch by now" in bad[0].evidence
+
+
+class TwoTowers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.one(x), self.other(x)
+
+
+class Breaks(nn.Module):
+    """From some step on, its graph breaks in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.breaks = nn.Linear(16, 16), nn.Linear(16, 4), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.last(x)
+
+
+class Expanded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(16, 4), nn.Buffer(torch.ones(1).expand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+class Piece(nn.Module):
+    """A view of a buffer crosses a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.places = nn.Linear(16, 16), nn.Linear(16, 4), nn.Buffer(torch.randn(32, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = self.places[: x.shape[0]]
+        y = self.first(x)
+        torch._dynamo.graph_break()
+        return self.last(y + places)
+
+
+Loop = Callable[[Any, Any, torch.optim.Optimizer], Any]
+
+
+def two_losses(bad: tuple[bool, bool]) -> Loop:
+    """Two backward passes and two steps behind one forward pass."""
+
+    def loop(model: Any, session: Any, optimizer: torch.optim.Optimizer) -> Any:
+        states = []
+        for towers_are_bad in ((False, False), bad, (False, False)):
+            for y, is_bad in zip(model(batch(5)), towers_are_bad, strict=True):
+                optimizer.zero_grad()
+                (y.square().mean() * (math.nan if is_bad else 1.0)).backward()
+                optimizer.step()
+                states.append(everything(model, optimizer))
+        return states
+
+    return loop
+
+
+def one_graph_twice(model: Any, session: Any, optimizer: torch.optim.Optimizer) -> Any:
+    states = []
+    for bad in ((True, False), (False, True), (True, True)):
+        y = model(batch(5))[0]
+        for is_bad in bad:
+            optimizer.zero_grad()
+            (y.square().mean() * (math.nan if is_bad else 1.0)).backward(retain_graph=True)
+            optimizer.step()
+            states.append(everything(model, optimizer))
+    return states
+
+
+def uncaptured(model: Any, session: Any, optimizer: torch.optim.Optimizer) -> Any:
+    step(model, optimizer, batch(5))
+    optimizer.zero_grad()
+    model.first.weight.sum().backward()
+    with pytest.raises(NotCapturedError):
+        optimizer.step()
+
+
+def rolled_back(model: Any, session: Any, optimizer: torch.optim.Optimizer) -> Any:
+    best = copy.deepcopy(model.state_dict())
+    step(model, optimizer, batch(5))
+    step(model, optimizer, batch(6, bad=True))
+    model.load_state_dict(best)
+    model.norm.running_mean.add_(7.0)
+
+
+def other_dtype(model: Any, session: Any, optimizer: torch.optim.Optimizer) -> Any:
+    step(model, optimizer, batch(6, bad=True))
+    model.double()
+    assert session.step_was_skipped
+    return [t.dtype for t in (*model.parameters(), *model.buffers())]
+
+
+def validated(model: Any, session: Any, optimizer: torch.optim.Optimizer) -> Any:
+    step(model, optimizer, batch(5) * 1e6)
+    model.eval()
+    with torch.inference_mode():
+        seen = model(batch(6)).clone()
+    model.train()
+    step(model, optimizer, batch(7))
+    return seen
+
+
+def broken_later(model: Any, session: Any, optimizer: torch.optim.Optimizer) -> Any:
+    step(model, optimizer, batch(5))
+    model.breaks = True
+    step(model, optimizer, batch(6))
+    step(model, optimizer, batch(7, bad=True))
+
+
+def resized(model: Any, session: Any, optimizer: torch.optim.Optimizer) -> Any:
+    optimizer.zero_grad()
+    model(batch(5)).square().mean().backward()
+    model.mask.resize_(64).zero_()
+    optimizer.step()
+    return session.steps
+
+
+def plain(model: Any, session: Any, optimizer: torch.optim.Optimizer) -> Any:
+    for k in range(5, 9):
+        step(model, optimizer, batch(k, bad=k == 6))
+
+
+def made_in_inference_mode(model: Any, session: Any, optimizer: torch.optim.Optimizer) -> Any:
+    for k in range(5, 8):
+        with torch.inference_mode():
+            x = batch(k)
+        optimizer.zero_grad()
+        model(torch.ones(8, 16), x).square().mean().backward()
+        optimizer.step()
+
+
+class Added(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+        return self.linear(x) + (0.0 if more is None else more)
+
+
+def scheduled(model: Any, session: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """Accumulation into zeroed gradients, clipping, a schedule, states in between."""
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    saved = []
+    for k in range(5, 12):
+        optimizer.zero_grad(set_to_none=False)
+        for part in range(2):
+            model(batch(10 * k + part, bad=(k, part) in ((7, 0), (9, 1)))).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        saved.append(everything(model, optimizer))
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        if not session.step_was_skipped:
+            scheduler.step()
+    return saved
+
+
+LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
+    **{f"two losses, {bad}": (TwoTowers, two_losses(bad)) for bad in itertools.product((False, True), repeat=2)},
+    "one graph twice": (TwoTowers, one_graph_twice),
+    "uncaptured": (Net, uncaptured),
+    "rolled back": (Net, rolled_back),
+    "another dtype": (Net, other_dtype),
+    "validated": (Net, validated),
+    "broken later": (Breaks, broken_later),
+    "resized": (Net, resized),
+    "an expanded buffer": (Expanded, plain),
+    "a piece of a buffer": (Piece, plain),
+    "made in inference mode": (Added, made_in_inference_mode),
+    "scheduled": (Net, scheduled),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_do_what_they_do_under_a_host_that_waits(
+    name: str, elsewhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, loop = LOOPS[name]
+    fp16_first = [{"match": "first**", "pin": "fp16"}, {"match": "**", "pin": "fp32"}]
+    found = []
+    for places in ({"cpu"}, set[str]()):
+        monkeypatch.setattr(stepping, "LEAVES_OUT", places)
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        rules = {"rules": fp16_first, "formats": ["fp32", "bf16", "fp16"]} if name == "validated" else {}
+        model, session = compiled(model=make(), **rules)
+        optimizer, left = adamw(model), []
+        for k in range(4):
+            optimizer.zero_grad()
+            y = model(batch(k))
+            sum(z.square().mean() for z in (y if isinstance(y, tuple) else (y,))).backward()  # type: ignore[union-attr]
+            optimizer.step()
+            left.append(is_left(session))
+        seen = loop(model, session, optimizer)
+        told = [(e.step, e.kind, e.op, e.trigger) for e in session.events]
+        counts = (session.steps, session.skipped_steps, session.step_was_skipped)
+        found.append([seen, everything(model, optimizer), told, counts, session.plan.format_of])
+        assert left[-1] == (bool(places) and name != "an expanded buffer")
+    if name == "another dtype":  # then nothing can be replayed
+        assert found[0][2][-1][2] == ""
+        found[0][2][-1] = found[1][2][-1]
+    assert same(*found), found
+
+
+def test_a_wait_that_is_interrupted_loses_nothing(elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, session = compiled()
+    optimizer = adamw(model)
+    for k in range(4):
+        step(model, optimizer, batch(k))
+    step(model, optimizer, batch(5, bad=True))
+    with monkeypatch.context() as patched:
+        patched.setattr(Coming, "read", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            session.settle()
+    assert is_left(session) and session.skipped_steps == 1
+    step(model, optimizer, batch(6))
+    assert session.steps == 5
+
+
+def test_another_thread_may_ask(elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, session = compiled()
+    optimizer = adamw(model)
+    read, over = Coming.read, threading.Event()
+    monkeypatch.setattr(Coming, "read", lambda self: (time.sleep(0.005), read(self))[1])
+
+    def ask() -> None:
+        while not over.is_set():
+            assert session.steps >= 0
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    for k in range(30):
+        step(model, optimizer, batch(k, bad=k % 7 == 6))
+    over.set()
+    asking.join()
+    assert (session.steps, session.skipped_steps) == (26, 4)
+
+
+def test_a_flag_of_ours_stays_with_nobody(elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the optimizer raised, and the model is unwrapped or gone."""
+    for gone in (False, True):
+        model, session = compiled()
+        optimizer = adamw(model)
+        for k in range(4):
+            step(model, optimizer, batch(k))
+        with monkeypatch.context() as patched:
+            patched.setattr(optimizer, "_init_group", lambda *a: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                step(model, optimizer, batch(5, bad=True))
+        assert float(optimizer.found_inf) == 1.0  # type: ignore[attr-defined]
+        if gone:
+            del model, session
+            gc.collect()
+        else:
+            autoprec.unwrap(model)
+        assert not hasattr(optimizer, "found_inf")
+
+
+def test_unwrapping_ends_with_the_plain_model(elsewhere: None) -> None:
+    """Also where the last step has ended the run's patience."""
+    model, session = compiled(guard={"patience_steps": 1})
+    optimizer = adamw(model)
+    for k in range(4):
+        step(model, optimizer, batch(k))
+    step(model, optimizer, batch(5, bad=True))
+    with pytest.raises(NonFiniteError):
+        autoprec.unwrap(model)
+    with pytest.raises(InputError, match="not compiled"):
+        autoprec.session(model)
+    assert session.skipped_steps == 1
 
 
 def test_patience_ends_at_the_next_call(elsewhere: None) -> None:

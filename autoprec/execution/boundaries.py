@@ -97,8 +97,9 @@ def unlisten(listener: StepListener) -> None:
 def _unlisten(known: weakref.ref[StepListener]) -> None:
     if known in _listeners:
         _listeners.remove(known)
-    for step in _steps.values():
-        if known in step.owners:
+    listening = [listener() for listener in _listeners]
+    for step in _steps.values():  # of an optimizer that raised
+        if not any(owner() is not None and owner() in listening for owner in step.owners):
             step.take_flag_back()
     if not _listeners:
         _remove()

@@ -84,7 +84,8 @@ class BufferSnapshot:
         model = self._model()
         with torch.no_grad():
             for name, (buffer, saved) in self._copies.items():
-                buffer.copy_(saved)
+                if not torch._debug_has_internal_overlap(buffer):  # an expanded one cannot be written to
+                    buffer.copy_(saved)
                 if model is not None:
                     owner, _, key = name.rpartition(".")
                     model.get_submodule(owner)._buffers[key] = buffer

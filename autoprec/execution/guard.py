@@ -66,7 +66,7 @@ class GradientWatch:
         self._shared: set[str] = set()
         self._coming: list[Coming] = []
         self._norms: dict[str, float] = {}
-        self._judged: dict[str, Tensor] = {}
+        self._judged: dict[str, Tensor | None] = {}  # None for one that is gone
         self._handles: list[RemovableHandle] = []
         #: All that torch calls when the gradient of a watched parameter is complete, ours and others'.
         self._hooks: dict[str, Mapping[int, Any]] = {}
@@ -206,8 +206,7 @@ class GradientWatch:
         """A step that was left was bad, by these norms (none, where no gradient was to blame)."""
         self.bad.update(norms)
         self._norms.update(norms)
-        found = {f: left.grads[f]() for f in (norms or left.grads) if f in left.grads}
-        self._judged = {f: g for f, g in found.items() if g is not None}
+        self._judged = {f: left.grads[f]() for f in (norms or left.grads) if f in left.grads}
 
     def _is_large(self, name: str, norm: float) -> bool:
         """Whether a gradient whose squares have no sum is finite: told by a second look. One that was changed
@@ -236,7 +235,8 @@ class GradientWatch:
     def bad_gradients_are_gone(self) -> bool:
         """Whether the user has reset every gradient that a bad verdict was about: set to None, replaced, or zeroed.
         (Looking for finite values is not enough: clipping makes an inf finite.) They are forgotten then."""
-        gone = all(self._parameters[f].grad is not g or not bool(g.any()) for f, g in self._judged.items())
+        judged = [(self._parameters[f].grad, g) for f, g in self._judged.items()]
+        gone = all(g is None or now is not g or not bool(g.any()) for now, g in judged)
         if gone:
             self.bad &= self.fresh - set(self._judged)
             self._judged.clear()
