@@ -132,6 +132,27 @@ def test_convolutions_too() -> None:
     assert model[0].weight.grad.isfinite().all() and model[2].weight.grad is None
 
 
+@pytest.mark.parametrize("layer", [nn.Conv2d(16, 8, 3), nn.ConvTranspose2d(16, 8, 3), nn.Conv2d(16, 16, 3, groups=2)])
+def test_a_frozen_layer_in_fp32_lets_go_of_an_input_that_is_kept_narrow(layer: nn.Module) -> None:
+    """torch's convolutions keep it, though the gradient of their weight is not asked for."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.GELU(), layer.requires_grad_(False))
+    x, kept = torch.randn(4, 8, 16, 16), {}
+    for storage in ("as_is", "fp8_e4m3"):
+        storages = () if storage == "as_is" else (Storage(tensor="1:gelu#0", format=storage, reason="by hand"),)
+        plan = Plan(assignments=(), storages=storages, binding="by hand")
+        tried = copy.deepcopy(model)
+        autoprec.compile(tried, plan=plan, events=None)
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.nbytes), t)[1], lambda t: t):
+            y = tried(x)
+        y.square().mean().backward()
+        kept[storage] = (sum(n == 4 * 16 * 14 * 14 * 4 for n in sizes), tried[0].weight.grad)
+    assert kept["as_is"][0] > kept["fp8_e4m3"][0] == 1  # what GELU itself keeps of its input
+    assert torch.equal(kept["as_is"][1], kept["fp8_e4m3"][1])
+
+
 def test_the_noise_budget_decides() -> None:
     """A loose one has bases in FP8, a tight one none; predicted and measured errors of gradients agree."""
     model, batches = made()

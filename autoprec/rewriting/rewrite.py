@@ -412,10 +412,11 @@ class _Rewriter(Storing):
 
     def _weighted_gemm(self, op: OpNode, gemm: GemmCall, formats: dict[Role, str], region: int | None) -> fx.Node:
         x = gemm.input
-        trains = bool(gemm.weight.meta["example_value"].requires_grad)  # if not, it keeps nothing of its input
-        narrow = self._stored(self.binding.tensor_id[x]) if trains else None
+        narrow = self._stored(self.binding.tensor_id[x])
         if narrow is None and set(formats.values()) == {_FP32}:
             return self.copy(op.node, lambda n: self.as_written(n))
+        if not gemm.weight.meta["example_value"].requires_grad:
+            narrow = None  # it keeps nothing of its input, which torch's convolutions do all the same
         x_new = self.in_format(x, result_format(fmt := formats[Role.OUTPUT]), region)
         weight = self.as_written(gemm.weight)
         bias, offs = (None if n is None else self.as_written(n) for n in (gemm.bias, gemm.offs))
