@@ -413,7 +413,7 @@ class TwoTowers(nn.Module):
 
 
 class Breaks(nn.Module):
-    """From some step on, its graph breaks in the middle."""
+    """From some step on, its last layer is outside of the captured graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -421,8 +421,10 @@ class Breaks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        if self.breaks:
-            torch._dynamo.graph_break()
+        return self.outside(x) if self.breaks else self.last(x)
+
+    @torch._dynamo.disable
+    def outside(self, x: Tensor) -> Tensor:
         return self.last(x)
 
 
