@@ -142,7 +142,7 @@ class StepGuard:
         self._flag = None
         if not self.in_step or self.bad or not self._keeper.verdict_can_wait():
             return None
-        if boundaries.scaler_of(optimizer) is not None or not leaves_out(optimizer):
+        if not leaves_out(optimizer):  # a GradScaler has set a flag of its own
             return None
         if may_average():  # also by the loop itself, after the backward pass
             self.watch.look_again()
