@@ -144,8 +144,9 @@ def test_a_frozen_layer_in_fp32_lets_go_of_an_input_that_is_kept_narrow(layer: n
         plan = Plan(assignments=(), storages=storages, binding="by hand")
         tried = copy.deepcopy(model)
         autoprec.compile(tried, plan=plan, events=None)
-        sizes: list[int] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.nbytes), t)[1], lambda t: t):
+        sizes = list[int]()
+        note = sizes.append
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, note=note: (note(t.nbytes), t)[1], lambda t: t):
             y = tried(x)
         y.square().mean().backward()
         kept[storage] = (sum(n == 4 * 16 * 14 * 14 * 4 for n in sizes), tried[0].weight.grad)

@@ -210,6 +210,7 @@ def test_an_overflow_is_promoted_before_the_next_step(elsewhere: None) -> None:
 @pytest.mark.parametrize("name", ["not fused", "plain gradient descent", "one group is not", "a class of the user's"])
 def test_optimizers_that_cannot_are_waited_for(elsewhere: None, name: str) -> None:
     class Mine(torch.optim.AdamW):
+        pass
 
     model, session = compiled()
     groups = [{"params": [p], "fused": name != "one group is not" or k > 0} for k, p in enumerate(model.parameters())]
