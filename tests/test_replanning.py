@@ -13,6 +13,7 @@ import autoprec
 from autoprec.errors import InfeasibleError, InputError
 from autoprec.formats import format_named
 from autoprec.losses import Losses
+from autoprec.numerics.dtypes import native_formats
 from autoprec.schedules import Schedule
 
 
@@ -180,6 +181,8 @@ def test_a_plan_that_does_not_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPa
     would have been compiled beside the run."""
     from autoprec.execution import inductor
 
+    if budget is not None and "bf16" not in native_formats("cpu"):
+        pytest.skip("the copies that emulated products make of their operands do not fit into the budget")
     monitor = {"window_steps": 8, "interval_steps": 2, "takeover_steps": 2}
     chosen = policy(objective="time", rules=[{"match": "2", "pin": "bf16", "optional": True}], monitor=monitor)
     run = Training(chosen, budget=budget, backend="inductor")

@@ -26,6 +26,7 @@ from autoprec.execution import beside, inductor, takeover, worker
 from autoprec.execution.inductor import Inductor, Order, Partitioner
 from autoprec.execution.worker import Worker
 from autoprec.execution.written import read_graph, write_graph
+from autoprec.numerics.dtypes import native_formats
 from autoprec.numerics.products import GemmSpec
 from autoprec.rewriting.calls import Method, With
 from autoprec.serial import load_policy
@@ -270,7 +271,8 @@ def test_a_graph_that_is_written_and_read_is_compiled_to_the_same(case: Case) ->
     model, batches = case.model(), case.batches()[:4]
     autoprec.compile(model, policy=FEWEST, batches=batches, loss_fn=case.loss, events=None)
     session = autoprec.session(model)
-    assert session.plan is not None and not session.plan.is_identity
+    narrow = case.name != "nn.LSTM" or "bf16" in native_formats("cpu")  # without, LSTMs run in FP32
+    assert session.plan is not None and session.plan.is_identity != narrow
     for order in orders(session):
         same_again(order)
 
