@@ -12,6 +12,7 @@ from autoprec.demo.contest import Contest
 from autoprec.demo.growth import grow_a_layer
 from autoprec.demo.results import CONTESTANTS, Demo, TaskResult
 from autoprec.demo.tasks import Task, digits_task, language_task
+from autoprec.numerics.dtypes import native_formats
 
 __all__ = ["PARTS", "run_demo"]
 
@@ -39,6 +40,7 @@ def run_demo(progress: Callable[[str], None]) -> Demo:
         seconds=time.perf_counter() - begin,
         torch_version=torch_version,
         device=contest.device.name if contest.device is not None else "cpu",
+        has_bf16="bf16" in native_formats("cpu"),
         threads=1,
     )
 
