@@ -84,7 +84,7 @@ class BufferSnapshot:
         model = self._model()
         with torch.no_grad():
             for name, (buffer, saved) in self._copies.items():
-                if not torch._debug_has_internal_overlap(buffer):  # an expanded one cannot be written to
+                if not _is_expanded(buffer):
                     buffer.copy_(saved)
                 if model is not None:
                     owner, _, key = name.rpartition(".")
@@ -173,6 +173,11 @@ def names_of(coming: Coming | None) -> list[str]:
 
 
 def _can_be_put_back(buffer: Tensor, saved: Tensor, device: torch.device) -> bool:
-    """In one kernel, whatever the flag says: not what is sparse, was resized, or has one place for several elements."""
+    """In one kernel, whatever the flag says: not what is sparse, was resized, or is expanded."""
     strided = buffer.layout is torch.strided and buffer.device == device and buffer.shape == saved.shape
-    return strided and not torch._debug_has_internal_overlap(buffer)
+    return strided and not _is_expanded(buffer)
+
+
+def _is_expanded(buffer: Tensor) -> bool:
+    """Whether it has one place for several elements, and cannot be written to."""
+    return buffer.layout is torch.strided and bool(torch._debug_has_internal_overlap(buffer))
