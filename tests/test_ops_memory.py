@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import ops_study
+from tests.cpus import missed_without_bf16
 from tests.memory_study import predicted_and_measured
 
 
@@ -96,7 +97,11 @@ def test_what_ops_of_kinds_that_nobody_knows_take_is_measured(op: Callable[[Tens
     ],
     ids=["complex", "float64", "double", "sum", "unbind", "chunk", "itself", "contiguous", "flip"],
 )
-def test_what_is_not_fp32_and_what_is_a_copy_counts_as_such(op: Callable[[Tensor], Tensor], plan: str) -> None:
+def test_what_is_not_fp32_and_what_is_a_copy_counts_as_such(
+    op: Callable[[Tensor], Tensor], plan: str, request: pytest.FixtureRequest
+) -> None:
+    if "contiguous-bf16" in request.node.name:
+        request.applymarker(missed_without_bf16("0.76 is predicted"))
     batches = [torch.randn(4, 256, 16) for _ in range(3)]
     predicted, measured = predicted_and_measured(One(op), batches, lambda m, x: m(x), plan)
     assert abs(predicted / measured - 1.0) <= 0.02, (predicted, measured)

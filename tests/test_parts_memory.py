@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.cpus import missed_without_bf16
 from tests.views_study import ratios
 
 NAMES = (
@@ -23,7 +24,10 @@ NAMES = (
 )
 
 
-@pytest.mark.parametrize("name", NAMES)
+BROKEN = pytest.param("broken", marks=missed_without_bf16("1.034 is predicted"))
+
+
+@pytest.mark.parametrize("name", [BROKEN if name == "broken" else name for name in NAMES])
 def test_the_peak_of_what_is_used_in_parts_or_by_several_graphs_is_predicted(name: str) -> None:
     """All in FP32, all in BF16, and two mixtures of the two, with random storages."""
     found = ratios(name, 2)
