@@ -8,16 +8,13 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -154,18 +151,7 @@ def work(rank: int, folder: str) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """By rank, by case."""
     folder = tmp_path_factory.mktemp("ranks")
-    root = Path(__file__).resolve().parent.parent
-    command = [sys.executable, "-m", "tests.test_ranks"]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder)], cwd=root, env=environment, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    for process in started:
-        said = process.communicate()[1]
-        assert process.returncode == 0, said[-2000:]
+    mp.spawn(work, args=(str(folder),), nprocs=2)
     found = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
     for name in CASES + GOOD:
         for rank, file in enumerate((f"{name}.jsonl", f"{name}.rank1.jsonl")):
@@ -194,7 +180,3 @@ def test_what_the_average_does_not_have_is_no_reason(found: list[dict[str, Any]]
     for rank in range(2):
         seen = found[rank]["cancelled"]
         assert seen["skipped"] == [False, False] and seen["agree"] and not seen["unchanged"], (rank, seen)
-
-
-if __name__ == "__main__":
-    work(int(sys.argv[1]), sys.argv[2])
