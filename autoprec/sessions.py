@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from os import PathLike
@@ -24,7 +23,6 @@ from autoprec.devices import Device
 from autoprec.errors import InputError, NonFiniteError, NotCapturedError
 from autoprec.events import EventLog
 from autoprec.execution import dispatch
-from autoprec.execution.attribution import investigate
 from autoprec.execution.faults import Fault
 from autoprec.execution.freezing import FrozenParameters
 from autoprec.execution.lowering import Backend, Lowering
@@ -33,6 +31,7 @@ from autoprec.execution.slots import Slot
 from autoprec.execution.stepping import StepGuard
 from autoprec.execution.takeover import Takeover
 from autoprec.graphs import OpGraph
+from autoprec.incidents import tell_incident
 from autoprec.loss_watch import LossWatch
 from autoprec.observing import Observations, describe_graph
 from autoprec.parts import Parts
@@ -41,7 +40,7 @@ from autoprec.plans import Event, Plan
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
 from autoprec.provisional import Provisional
-from autoprec.replanning import Replanning, replan
+from autoprec.replanning import Replanning
 from autoprec.resuming import Resumable
 from autoprec.schedules import Schedule
 from autoprec.scheduling import Scheduler, cuda_devices
@@ -206,7 +205,6 @@ class Session(Settling, Replanning, Resumable):
 
     def run(self, template: Template, arguments: Sequence[Any]) -> Any:
         """Run a captured graph for the owner of its parameters (called by the dispatcher)."""
-        self.settle()
         key = (template, tuple(id(arguments[p]) for p in template.parameter_positions))
         if torch._C._is_any_autocast_enabled():  # which the device need not be asked for
             refusals.refuse_autocast(self._device_type)
@@ -281,6 +279,7 @@ class Session(Settling, Replanning, Resumable):
 
     def _begin_step(self) -> None:
         """The first training forward after a boundary: is this step observed?"""
+        self.forget_left()
         self._calls.clear()
         self._ran.clear()
         self._incident = ""
@@ -330,43 +329,13 @@ class Session(Settling, Replanning, Resumable):
 
     def on_bad_gradients(self, *, own: bool) -> None:
         """Name the first offender; promote it if its format is to blame (called by the guard)."""
-        if not own:
-            self._incident = "another model that the same optimizer steps had non-finite gradients"
-            self._event("bad_step", trigger="nonfinite", evidence=self._incident)
-            return
-        if self._guard.another_rank:
-            self._incident = "a loss or a buffer of another rank; its events say which"
-            self._event("bad_step", trigger="nonfinite", evidence=self._incident)
-            return
-        if not self._guard.found_bad() and (told := self._losses.off):
-            self._incident = told
-            self._event("bad_step", trigger="loss_spike", evidence=told)
-            return
-        calls, buffers = self.calls_to_replay(), self._guard.buffers.values()
-        incident = investigate(calls, list(self._slots.values()), buffers, self._guard.watch.largest())
-        if self.notice_overwritten():
-            told = f"{incident.evidence}; what the step was given is another batch by now, and names no culprit"
-            incident = replace(incident, evidence=told)
-        if incident.trigger == "corruption" and self._log.has("bad_step", op=incident.op, trigger="corruption"):
-            incident = replace(incident, trigger="overflow")  # bits do not flip twice in one place
-        self._incident = incident.evidence
-        around = "".join(f"; {line}" for line in incident.neighbours)
-        told = {"op": incident.op, "role": incident.role, "was": incident.cause, "trigger": incident.trigger}
-        self._event("bad_step", **told, evidence=f"{incident.evidence}{around}")
-        if incident.trigger == "overflow" and self.plan is not None:
-            slots = {id(slot.binding): slot for slot in self._slots.values()}
-            ran = [(record, slots[id(record.binding)]) for record in calls]
-            self._stability.overflowed(incident, self.plan, ran, buffers)
-            self._event("promoted", **told, evidence=f"{incident.evidence}; finite in fp32")
-            replan(self)
-        if self.policy.guard.nonfinite == "raise":
-            raise NonFiniteError(f"step {self.steps}: {self._incident}; parameters are unchanged")
+        tell_incident(self, own=own)
 
     def on_end(self, *, bad: bool) -> None:
         """Count the step, take its observations, plan at the end of calibration (called by the guard)."""
         self._entered, self.step_was_skipped = False, bad
         self.notice_overwritten()
-        self._given = self._left_calls = ()
+        self.forget_left()
         for slot in self._ran:
             slot.faults = {}
         if bad:

@@ -48,7 +48,7 @@ class Settling:
     skipped_steps = Settled[int]()
     step_was_skipped = Settled[bool]()
 
-    #: What the step in progress was given, with the versions of it, from the time its verdict was left to the device.
+    #: What the step was given whose verdict was left to the device, with the versions of it at its end.
     _given: tuple[tuple[Tensor, int], ...] = ()
     #: Its calls as they were then: a later backward pass through them is not of it.
     _left_calls: tuple[CallRecord, ...] = ()
@@ -62,18 +62,19 @@ class Settling:
     def verdict_can_wait(self: Session) -> bool:  # type: ignore[misc]
         """Not where a bad step raises at once, or the loss is asked; not while a step is observed, which the host reads
         anyway; and not in a loop that overwrites what it gives the model: no bad step could be replayed."""
-        given = list(_given_to(self._calls, self._guard.buffers.values()))
-        if any(x.is_inference() for x in given):  # nobody could tell if it is overwritten
+        if self.policy.guard.nonfinite == "raise" or self.vetoes_losses() or self._is_overwritten:
             return False
-        asked = self.policy.guard.nonfinite == "raise" or self.vetoes_losses() or self._is_overwritten
-        return not asked and not self.calibrating and self._observed.observer is None
+        if self.calibrating or self._observed.observer is not None:
+            return False
+        given = _given_to(self._calls, self._guard.buffers.values())
+        return not any(x.is_inference() for x in given)  # of which nobody could tell if it is overwritten
 
     def vetoes_losses(self: Session) -> bool:  # type: ignore[misc]
         """Whether a spike of the loss makes a step bad (called by the guard)."""
         return self.policy.guard.loss_spike == "skip"
 
     def left_to_device(self: Session) -> None:  # type: ignore[misc]
-        """The verdict on the step in progress is read later (called by the guard)."""
+        """The step is over, and its verdict is read later (called by the guard)."""
         given = _given_to(self._calls, self._guard.buffers.values())
         self._given = tuple((x, x._version) for x in given)
         self._left_calls = tuple(replace(c, output_gradients=dict(c.output_gradients)) for c in self._calls)
@@ -81,6 +82,10 @@ class Settling:
     def calls_to_replay(self: Session) -> list[CallRecord]:  # type: ignore[misc]
         """Of the step that is judged; none, if what it was given is something else by now."""
         return [] if self.notice_overwritten() else list(self._left_calls or self._calls)
+
+    def forget_left(self: Session) -> None:  # type: ignore[misc]
+        """That step is over, however it ended."""
+        self._given = self._left_calls = ()
 
     def notice_overwritten(self: Session) -> bool:  # type: ignore[misc]
         """Whether what the step was given is something else by now. Then verdicts are waited for from now on."""

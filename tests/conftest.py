@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,7 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Event files go to the current folder; tests must not litter the repository."""
+    """Event files go to the current folder; tests must not litter the repository. Where the command line looks for
+    modules of a target nobody else should look: processes that are started later would take its json.py for theirs."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
     if request.node.get_closest_marker("in_repository") is None:
         monkeypatch.chdir(tmp_path)
 
@@ -96,3 +99,14 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
         return int(caught.value.code or 0), out, err
 
     return call
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that stands for a GPU: its tensors say that they are elsewhere, its optimizers may leave updates out."""
+    import torch
+
+    from autoprec.execution import stepping
+
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda self: False))
+    monkeypatch.setattr(stepping, "LEAVES_OUT", {"cpu"})

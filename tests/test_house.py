@@ -46,6 +46,7 @@ FLOORS = {
     "stability": 5,
     "budgeting": 5,
     "replanning": 5,
+    "incidents": 5,
     "loss_watch": 5,
     "parts": 5,
     "resuming": 5,

@@ -24,8 +24,6 @@ from autoprec.execution import stepping
 from autoprec.serial import load_policy
 from tests.test_guard import same
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
-
 STEPS, BAD = 16, 14
 MONITOR = {"interval_steps": 6, "window_steps": 12}  # step BAD is not observed
 Update = Callable[[Any], None]

@@ -3,96 +3,34 @@ elsewhere. The oracle is the same run, where the host waits for each verdict bef
 
 from __future__ import annotations
 
-import copy
 import gc
-import itertools
 import math
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoprec
-from autoprec.errors import InputError, NonFiniteError, NotCapturedError
+from autoprec.errors import InputError, NonFiniteError
 from autoprec.execution import stepping
 from autoprec.execution.coming import Coming
-from autoprec.serial import load_policy
+from tests.leaving import Net, adamw, batch, compiled, everything, is_left, running, step
 from tests.test_guard import same
 
 READS = ("item", "tolist", "__bool__", "__float__", "__int__", "cpu")
 
 
-class Net(nn.Module):
-    """Buffers that change, numbers by chance, and a large buffer that does not change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4)
-        self.mask: Tensor
-        self.register_buffer("mask", torch.zeros(32).index_fill(0, torch.tensor([3]), -math.inf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.dropout(F.relu(self.norm(self.first(x))), 0.1, self.training)
-        return self.last(y * self.mask.exp())
-
-
-@pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(Tensor, "is_cpu", property(lambda self: False))
-    monkeypatch.setattr(stepping, "LEAVES_OUT", {"cpu"})
-    yield
-    gc.collect()
-
-
-def adamw(model: nn.Module, **more: Any) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True, **more)
-
-
-def compiled(policy: str = "bf16", model: nn.Module | None = None, **changes: Any) -> tuple[nn.Module, Any]:
-    torch.manual_seed(0)
-    model = Net() if model is None else model
-    chosen = load_policy(policy).replaced(calibration={"steps": 2}, **changes)
-    return model, autoprec.session(autoprec.compile(model, policy=chosen, events=None))
-
-
-def batch(k: int, *, bad: bool = False) -> Tensor:
-    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(k))
-    return x.index_fill(0, torch.tensor([2]), math.nan) if bad else x
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, factor: float = 1.0) -> float:
-    optimizer.zero_grad()
-    loss = (model(x) * factor).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.item()
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What a bad step must leave alone, read without a question to the session."""
-    return copy.deepcopy([[*model.parameters()], [*model.buffers()], optimizer.state_dict()])
-
-
-def is_left(session: Any) -> bool:
-    return bool(session._guard.owes)
-
-
 def test_the_host_reads_nothing_between_the_forward_pass_and_the_next(
     elsewhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, session = compiled()
-    optimizer = adamw(model)
-    for k in range(4):
-        step(model, optimizer, batch(k))
+    model, session, optimizer = running()
     reads: list[str] = []
     for name in READS:
         method = getattr(Tensor, name)
@@ -114,10 +52,7 @@ def test_the_host_reads_nothing_between_the_forward_pass_and_the_next(
 @pytest.mark.parametrize("factor", [1e12, 1e20])
 def test_a_large_gradient_is_told_from_one_that_is_not_finite(elsewhere: None, factor: float) -> None:
     """By its norm, or by the replay where that is infinite: the gradient itself is gone by then."""
-    model, session = compiled("observe")
-    optimizer = adamw(model)
-    for k in range(4):
-        step(model, optimizer, batch(k))
+    model, session, optimizer = running("observe")
     optimizer.zero_grad()
     (model(batch(5)).sum() * factor * 1e10).backward()
     largest = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
@@ -132,10 +67,7 @@ def test_a_large_gradient_is_told_from_one_that_is_not_finite(elsewhere: None, f
 
 @pytest.mark.parametrize("kind", ["nan", "large", "infinite buffer"])
 def test_a_bad_step_changes_nothing_before_anybody_asks(elsewhere: None, kind: str) -> None:
-    model, session = compiled()
-    optimizer = adamw(model)
-    for k in range(4):
-        step(model, optimizer, batch(k))
+    model, session, optimizer = running()
     before = everything(model, optimizer)
     if kind == "nan":
         step(model, optimizer, batch(5, bad=True))
@@ -194,10 +126,9 @@ def test_such_a_run_is_that_of_a_host_that_waits(elsewhere: None, monkeypatch: p
 
 
 def test_an_overflow_is_promoted_before_the_next_step(elsewhere: None) -> None:
-    model, session = compiled("bf16", rules=[{"match": "first**", "pin": "fp16"}], formats=["fp32", "bf16", "fp16"])
-    optimizer = adamw(model)
-    for k in range(4):
-        step(model, optimizer, batch(k))
+    model, session, optimizer = running(
+        "bf16", rules=[{"match": "first**", "pin": "fp16"}], formats=["fp32", "bf16", "fp16"]
+    )
     assert "fp16" in session.plan.formats_used()
     before = everything(model, optimizer)
     step(model, optimizer, batch(5) * 1e6)
@@ -264,10 +195,7 @@ def test_where_the_verdict_cannot_wait(elsewhere: None, what: str) -> None:
     "ask", ["steps", "skipped_steps", "step_was_skipped", "plan", "events", "save", "unwrap", "eval", "report"]
 )
 def test_whoever_asks_is_told_of_all_steps(elsewhere: None, ask: str, tmp_path: Path) -> None:
-    model, session = compiled()
-    optimizer = adamw(model)
-    for k in range(4):
-        step(model, optimizer, batch(k))
+    model, session, optimizer = running()
     step(model, optimizer, batch(5, bad=True))
     assert is_left(session)
     if ask == "save":
@@ -321,10 +249,7 @@ def test_several_optimizers_answer_together(elsewhere: None) -> None:
 
 
 def test_a_backward_pass_after_the_step_is_not_of_it(elsewhere: None) -> None:
-    model, session = compiled(model=nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)))
-    optimizer = adamw(model)
-    for k in range(4):
-        step(model, optimizer, batch(k))
+    model, session, optimizer = running(model=nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)))
     optimizer.zero_grad()
     y = model(batch(4))
     y.square().mean().backward(retain_graph=True)
@@ -338,10 +263,7 @@ def test_a_backward_pass_after_the_step_is_not_of_it(elsewhere: None) -> None:
 
 
 def test_micro_batches_are_judged_together(elsewhere: None) -> None:
-    model, session = compiled()
-    optimizer = adamw(model)
-    for k in range(4):
-        step(model, optimizer, batch(k))
+    model, session, optimizer = running()
     for bad in (None, 0, 2):
         before = everything(model, optimizer)
         optimizer.zero_grad()
@@ -390,10 +312,7 @@ def test_a_loop_that_overwrites_its_batches_is_noticed(elsewhere: None) -> None:
 
 
 def test_what_was_overwritten_names_no_culprit(elsewhere: None) -> None:
-    model, session = compiled()
-    optimizer = adamw(model)
-    for k in range(4):
-        step(model, optimizer, batch(k))
+    model, session, optimizer = running()
     x = batch(4, bad=True)
     step(model, optimizer, x)
     x.zero_()
@@ -401,225 +320,8 @@ def test_what_was_overwritten_names_no_culprit(elsewhere: None) -> None:
     assert session.skipped_steps == 1 and [e.op for e in bad] == [""] and "another batch by now" in bad[0].evidence
 
 
-class TwoTowers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = (nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.one(x), self.other(x)
-
-
-class Breaks(nn.Module):
-    """From some step on, its last layer is outside of the captured graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.breaks = nn.Linear(16, 16), nn.Linear(16, 4), False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.outside(x) if self.breaks else self.last(x)
-
-    @torch._dynamo.disable
-    def outside(self, x: Tensor) -> Tensor:
-        return self.last(x)
-
-
-class Expanded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.scale = nn.Linear(16, 4), nn.Buffer(torch.ones(1).expand(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.scale
-
-
-class Piece(nn.Module):
-    """A view of a buffer crosses a graph break."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.places = nn.Linear(16, 16), nn.Linear(16, 4), nn.Buffer(torch.randn(32, 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        places = self.places[: x.shape[0]]
-        y = self.first(x)
-        torch._dynamo.graph_break()
-        return self.last(y + places)
-
-
-Loop = Callable[[Any, Any, torch.optim.Optimizer], Any]
-
-
-def two_losses(bad: tuple[bool, bool]) -> Loop:
-    """Two backward passes and two steps behind one forward pass."""
-
-    def loop(model: Any, session: Any, optimizer: torch.optim.Optimizer) -> Any:
-        states = []
-        for towers_are_bad in ((False, False), bad, (False, False)):
-            for y, is_bad in zip(model(batch(5)), towers_are_bad, strict=True):
-                optimizer.zero_grad()
-                (y.square().mean() * (math.nan if is_bad else 1.0)).backward()
-                optimizer.step()
-                states.append(everything(model, optimizer))
-        return states
-
-    return loop
-
-
-def one_graph_twice(model: Any, session: Any, optimizer: torch.optim.Optimizer) -> Any:
-    states = []
-    for bad in ((True, False), (False, True), (True, True)):
-        y = model(batch(5))[0]
-        for is_bad in bad:
-            optimizer.zero_grad()
-            (y.square().mean() * (math.nan if is_bad else 1.0)).backward(retain_graph=True)
-            optimizer.step()
-            states.append(everything(model, optimizer))
-    return states
-
-
-def uncaptured(model: Any, session: Any, optimizer: torch.optim.Optimizer) -> Any:
-    step(model, optimizer, batch(5))
-    optimizer.zero_grad()
-    model.first.weight.sum().backward()
-    with pytest.raises(NotCapturedError):
-        optimizer.step()
-
-
-def rolled_back(model: Any, session: Any, optimizer: torch.optim.Optimizer) -> Any:
-    best = copy.deepcopy(model.state_dict())
-    step(model, optimizer, batch(5))
-    step(model, optimizer, batch(6, bad=True))
-    model.load_state_dict(best)
-    model.norm.running_mean.add_(7.0)
-
-
-def other_dtype(model: Any, session: Any, optimizer: torch.optim.Optimizer) -> Any:
-    step(model, optimizer, batch(6, bad=True))
-    model.double()
-    assert session.step_was_skipped
-    return [t.dtype for t in (*model.parameters(), *model.buffers())]
-
-
-def validated(model: Any, session: Any, optimizer: torch.optim.Optimizer) -> Any:
-    step(model, optimizer, batch(5) * 1e6)
-    model.eval()
-    with torch.inference_mode():
-        seen = model(batch(6)).clone()
-    model.train()
-    step(model, optimizer, batch(7))
-    return seen
-
-
-def broken_later(model: Any, session: Any, optimizer: torch.optim.Optimizer) -> Any:
-    step(model, optimizer, batch(5))
-    model.breaks = True
-    step(model, optimizer, batch(6))
-    step(model, optimizer, batch(7, bad=True))
-
-
-def resized(model: Any, session: Any, optimizer: torch.optim.Optimizer) -> Any:
-    optimizer.zero_grad()
-    model(batch(5)).square().mean().backward()
-    model.mask.resize_(64).zero_()
-    optimizer.step()
-    return session.steps
-
-
-def plain(model: Any, session: Any, optimizer: torch.optim.Optimizer) -> Any:
-    for k in range(5, 9):
-        step(model, optimizer, batch(k, bad=k == 6))
-
-
-def made_in_inference_mode(model: Any, session: Any, optimizer: torch.optim.Optimizer) -> Any:
-    for k in range(5, 8):
-        with torch.inference_mode():
-            x = batch(k)
-        optimizer.zero_grad()
-        model(torch.ones(8, 16), x).square().mean().backward()
-        optimizer.step()
-
-
-class Added(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
-        return self.linear(x) + (0.0 if more is None else more)
-
-
-def scheduled(model: Any, session: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """Accumulation into zeroed gradients, clipping, a schedule, states in between."""
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-    saved = []
-    for k in range(5, 12):
-        optimizer.zero_grad(set_to_none=False)
-        for part in range(2):
-            model(batch(10 * k + part, bad=(k, part) in ((7, 0), (9, 1)))).square().mean().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        saved.append(everything(model, optimizer))
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        if not session.step_was_skipped:
-            scheduler.step()
-    return saved
-
-
-LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
-    **{f"two losses, {bad}": (TwoTowers, two_losses(bad)) for bad in itertools.product((False, True), repeat=2)},
-    "one graph twice": (TwoTowers, one_graph_twice),
-    "uncaptured": (Net, uncaptured),
-    "rolled back": (Net, rolled_back),
-    "another dtype": (Net, other_dtype),
-    "validated": (Net, validated),
-    "broken later": (Breaks, broken_later),
-    "resized": (Net, resized),
-    "an expanded buffer": (Expanded, plain),
-    "a piece of a buffer": (Piece, plain),
-    "made in inference mode": (Added, made_in_inference_mode),
-    "scheduled": (Net, scheduled),
-}
-
-
-@pytest.mark.parametrize("name", LOOPS)
-def test_loops_do_what_they_do_under_a_host_that_waits(
-    name: str, elsewhere: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make, loop = LOOPS[name]
-    fp16_first = [{"match": "first**", "pin": "fp16"}, {"match": "**", "pin": "fp32"}]
-    found = []
-    for places in ({"cpu"}, set[str]()):
-        monkeypatch.setattr(stepping, "LEAVES_OUT", places)
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        rules = {"rules": fp16_first, "formats": ["fp32", "bf16", "fp16"]} if name == "validated" else {}
-        model, session = compiled(model=make(), **rules)
-        optimizer, left = adamw(model), []
-        for k in range(4):
-            optimizer.zero_grad()
-            y = model(batch(k))
-            sum(z.square().mean() for z in (y if isinstance(y, tuple) else (y,))).backward()  # type: ignore[union-attr]
-            optimizer.step()
-            left.append(is_left(session))
-        seen = loop(model, session, optimizer)
-        told = [(e.step, e.kind, e.op, e.trigger) for e in session.events]
-        counts = (session.steps, session.skipped_steps, session.step_was_skipped)
-        found.append([seen, everything(model, optimizer), told, counts, session.plan.format_of])
-        assert left[-1] == (bool(places) and name != "an expanded buffer")
-    if name == "another dtype":  # then nothing can be replayed
-        assert found[0][2][-1][2] == ""
-        found[0][2][-1] = found[1][2][-1]
-    assert same(*found), found
-
-
 def test_a_wait_that_is_interrupted_loses_nothing(elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, session = compiled()
-    optimizer = adamw(model)
-    for k in range(4):
-        step(model, optimizer, batch(k))
+    model, session, optimizer = running()
     step(model, optimizer, batch(5, bad=True))
     with monkeypatch.context() as patched:
         patched.setattr(Coming, "read", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
@@ -652,10 +354,7 @@ def test_another_thread_may_ask(elsewhere: None, monkeypatch: pytest.MonkeyPatch
 def test_a_flag_of_ours_stays_with_nobody(elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the optimizer raised, and the model is unwrapped or gone."""
     for gone in (False, True):
-        model, session = compiled()
-        optimizer = adamw(model)
-        for k in range(4):
-            step(model, optimizer, batch(k))
+        model, session, optimizer = running()
         with monkeypatch.context() as patched:
             patched.setattr(optimizer, "_init_group", lambda *a: 1 / 0)
             with pytest.raises(ZeroDivisionError):
@@ -671,10 +370,7 @@ def test_a_flag_of_ours_stays_with_nobody(elsewhere: None, monkeypatch: pytest.M
 
 def test_unwrapping_ends_with_the_plain_model(elsewhere: None) -> None:
     """Also where the last step has ended the run's patience."""
-    model, session = compiled(guard={"patience_steps": 1})
-    optimizer = adamw(model)
-    for k in range(4):
-        step(model, optimizer, batch(k))
+    model, session, optimizer = running(guard={"patience_steps": 1})
     step(model, optimizer, batch(5, bad=True))
     with pytest.raises(NonFiniteError):
         autoprec.unwrap(model)
@@ -684,10 +380,7 @@ def test_unwrapping_ends_with_the_plain_model(elsewhere: None) -> None:
 
 
 def test_patience_ends_at_the_next_call(elsewhere: None) -> None:
-    model, session = compiled(guard={"patience_steps": 2})
-    optimizer = adamw(model)
-    for k in range(4):
-        step(model, optimizer, batch(k))
+    model, session, optimizer = running(guard={"patience_steps": 2})
     before = everything(model, optimizer)
     step(model, optimizer, batch(4, bad=True))
     step(model, optimizer, batch(5, bad=True))
@@ -697,10 +390,7 @@ def test_patience_ends_at_the_next_call(elsewhere: None) -> None:
 
 
 def test_an_optimizer_that_raises_leaves_no_flag(elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, session = compiled()
-    optimizer = adamw(model)
-    for k in range(4):
-        step(model, optimizer, batch(k))
+    model, session, optimizer = running()
     before = everything(model, optimizer)
     with monkeypatch.context() as patched:
         patched.setattr(optimizer, "_init_group", lambda *a: 1 / 0)
@@ -709,6 +399,18 @@ def test_an_optimizer_that_raises_leaves_no_flag(elsewhere: None, monkeypatch: p
     optimizer.step()
     assert is_left(session) and not hasattr(optimizer, "found_inf")
     assert same(before, everything(model, optimizer)) and session.step_was_skipped
+
+
+def test_what_a_step_that_raised_was_given_names_nobody_later(elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer raised when the device had the verdict; the step that follows is waited for, and bad."""
+    model, session, optimizer = running()
+    with monkeypatch.context() as patched:
+        patched.setattr(optimizer, "_init_group", lambda *a: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step(model, optimizer, batch(5))
+    monkeypatch.setattr(stepping, "LEAVES_OUT", set[str]())
+    step(model, optimizer, batch(6, bad=True))
+    assert session.step_was_skipped and session.events[-1].op == "first:linear#0"
 
 
 def test_models_with_many_buffers_are_waited_for(elsewhere: None) -> None:

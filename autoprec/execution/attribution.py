@@ -67,7 +67,7 @@ def investigate(
     calls: Sequence[CallRecord], slots: Sequence[Slot], buffers: Mapping[int, Tensor], bad: Mapping[str, float]
 ) -> Incident:
     """Replay the calls of the step. `bad` names the parameters whose gradients were not finite, with the largest number
-    in each, for when no replay shows an offender."""
+    in each (`GradientWatch.largest`), for when no replay shows an offender."""
     what = f"non-finite gradient of {', '.join(list(bad)[:3]) or 'a parameter'}"
     by_binding = {id(slot.binding): slot for slot in slots}
     finite = bool(bad) and all(map(math.isfinite, bad.values()))
@@ -146,7 +146,7 @@ def _of_call(
     seen, plain = _looks(record, slot, buffers)
     if (found := seen.offence) is None:
         largest = max((max(e.gradient, e.arriving) for e in seen.extents.values()), default=0.0)
-        if largest < _LARGE:
+        if largest < _LARGE or math.inf not in bad.values():
             return None
         return _told_large(seen, plain, record, slot, dict.fromkeys(bad, largest))  # gone before it was looked at
     if slot.rewritten is None or slot.plan is None:

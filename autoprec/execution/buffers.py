@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autoprec.execution.coming import Coming
 from autoprec.execution.guard import numbers_of
 
-__all__ = ["BufferSnapshot", "names_of"]
+__all__ = ["BufferSnapshot"]
 
 #: Buffers up to this size are copied at every step; larger ones (masks, position tables) once they were seen to change.
 _SMALL_BUFFER_BYTES = 1 << 20
@@ -146,7 +146,7 @@ class BufferSnapshot:
     def turned_nonfinite(self) -> list[str]:
         """Names of buffers that were finite at `take` and are not now (a statistic can overflow before a gradient)."""
         if self._coming is not None:
-            return names_of(self._coming)
+            return self._coming.raised()
         by_place: dict[tuple[torch.device, torch.dtype], list[str]] = {}
         for name, total in self._sums.items():
             by_place.setdefault((total.device, total.dtype), []).append(name)
@@ -165,11 +165,6 @@ class BufferSnapshot:
     def values(self) -> dict[int, Tensor]:
         """id(buffer) → its value at `take`."""
         return {id(buffer): saved for buffer, saved in self._copies.values()}
-
-
-def names_of(coming: Coming | None) -> list[str]:
-    """Whose number is not zero. Waits for the device."""
-    return [] if coming is None else [name for name, number in coming.read() if number]
 
 
 def _can_be_put_back(buffer: Tensor, saved: Tensor, device: torch.device) -> bool:

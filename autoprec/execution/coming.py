@@ -33,3 +33,7 @@ class Coming:
         if self._there is not None:
             self._there.synchronize()
         return zip(self._names, self._here.tolist(), strict=True)
+
+    def raised(self) -> list[str]:
+        """Names of the numbers that are not zero, as soon as they are there."""
+        return [name for name, number in self.read() if number]

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from autoprec.execution.coming import Coming
-from autoprec.execution.ranks import Ranks
+from autoprec.execution.ranks import Ranks, may_average
 
 __all__ = [
     "GradientWatch",
@@ -134,11 +134,16 @@ class GradientWatch:
         self.bad.clear()
         self.large.clear()
         self._coming = []
-        self.look_again()
+        self._look_again()
         if (told := self._averages_are_there()) is not None:
             told()
 
-    def look_again(self) -> None:
+    def look_before_update(self) -> None:
+        """Where a loop may have averaged gradients over processes since the backward pass, at what came of it."""
+        if may_average():
+            self._look_again()
+
+    def _look_again(self) -> None:
         """At every gradient since `clear`, as it is now."""
         self._arrived[:] = self.fresh
         self.look()
@@ -217,14 +222,15 @@ class GradientWatch:
         return bool(values.isfinite().all()) and not _has_square(values)
 
     def largest(self) -> dict[str, float]:
-        """The largest magnitude in each bad gradient, as it is now, or at most, if it is gone; infinite where it is not
-        finite or nobody knows."""
-        found = {f: self._norms.get(f, math.inf) for f in sorted(self.bad)}
+        """The largest magnitude in each bad gradient, as it is now, or at most, if it is gone; NaN where it is not
+        finite, and infinite where it is gone and nobody knows."""
+        found = {f: self._norms.get(f, math.nan) for f in sorted(self.bad)}
         for f in found:
             p = self._parameters.get(f)
             if p is not None and (g := p.grad) is not None and g.numel() and self._judged.get(f, g) is g:
-                found[f] = float(numbers_of(g).abs().max())
-        return {f: math.inf if math.isnan(size) else size for f, size in found.items()}
+                size = float(numbers_of(g).abs().max())
+                found[f] = size if math.isfinite(size) else math.nan
+        return found
 
     def note_gradients(self) -> None:
         """Remember which gradients a bad verdict is about; all of the step's, where no gradient was to blame."""

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from autoprec.execution import boundaries
-from autoprec.execution.buffers import BufferSnapshot, names_of
+from autoprec.execution.buffers import BufferSnapshot
 from autoprec.execution.coming import Coming
 from autoprec.execution.guard import GradientsLeft, GradientWatch, leaves_out, squares_gradients
-from autoprec.execution.ranks import Ranks, may_average
+from autoprec.execution.ranks import Ranks
 
 __all__ = ["StepGuard", "StepKeeper"]
 
@@ -41,7 +41,7 @@ class StepKeeper(Protocol):
         """Whether a bad step may be told after its update was left out, and not before it."""
 
     def left_to_device(self) -> None:
-        """The verdict on the step in progress is read after it."""
+        """The step is over, and its verdict is read later."""
 
     def vetoes_losses(self) -> bool:
         """Whether a loss can make a step bad."""
@@ -144,14 +144,12 @@ class StepGuard:
             return None
         if not leaves_out(optimizer):  # a GradScaler has set a flag of its own
             return None
-        if may_average():  # also by the loop itself, after the backward pass
-            self.watch.look_again()
+        self.watch.look_before_update()
         flag = self.watch.flag()
         if flag is None or flag.device.type not in LEAVES_OUT or (flag := self.buffers.leave(flag)) is None:
             return None
         self.optimizers.add(optimizer)
         self._keeper.before_first_update(self.missed(), scaled=False)
-        self._keeper.left_to_device()
         self._flag = flag if self._told is None else flag.maximum(self._told.values[0])
         return self._flag
 
@@ -164,7 +162,7 @@ class StepGuard:
         with self._lock, torch.inference_mode(False), torch.enable_grad():
             if (left := self._left) is None:
                 return
-            norms, turned, told = left.gradients.read(), names_of(left.buffers), names_of(left.ranks)
+            norms, (turned, told) = left.gradients.read(), (c.raised() if c else [] for c in (left.buffers, left.ranks))
             self._left = None  # not before: what waits can be interrupted
             if norms or turned or told:
                 self.bad, self.another_rank = True, not (norms or turned)
@@ -188,8 +186,7 @@ class StepGuard:
         if not self.in_step and self.bad and self.watch.bad_gradients_are_gone():
             self.bad = False  # that step is over for every optimizer
         self._keeper.before_first_update(self.missed(), scaled=scaler is not None)
-        if may_average():
-            self.watch.look_again()
+        self.watch.look_before_update()
         self.buffers.ask()
         finite = self.watch.verdict()  # waits for the device
         if finite and self.watch.large and squares_gradients(optimizer):
@@ -199,7 +196,7 @@ class StepGuard:
 
     def _rest_is_good(self) -> bool:
         """Buffers and loss. Of several ranks it is as they told each other when they had the average."""
-        if self._told is not None and not any(bad for _, bad in self._told.read()):
+        if self._told is not None and not self._told.raised():
             return True
         good = not (self._bad_buffers() or self._keeper.loss_is_off())
         self.another_rank = good and self._told is not None
@@ -264,8 +261,7 @@ class StepGuard:
         self._flag = None
         if self.in_step or self.watch.fresh:
             self._keeper.before_first_update(self.missed(), scaled=None)
-            if may_average():
-                self.watch.look_again()
+            self.watch.look_before_update()
             self.buffers.ask()
             if not self.bad and not (self.watch.verdict() and self._rest_is_good()):
                 self._veto_alone()
@@ -280,6 +276,7 @@ class StepGuard:
         if flag is not None:
             self.buffers.restore_where(flag)
             self._left = _Left(self.watch.leave(), self.buffers.left(), self._told)
+            self._keeper.left_to_device()
         elif self.bad:
             self.buffers.restore()
         self.watch.fresh.clear()
