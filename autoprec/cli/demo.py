@@ -9,16 +9,16 @@ from autoprec.cli.output import progress_console, show
 __all__ = ["show_demo"]
 
 
-def show_demo(*, as_json: bool) -> int:
+def show_demo(seeds: int, *, as_json: bool) -> int:
     """Run the demo; 1 if a claim does not hold."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=progress_console(), transient=True) as bar:
         part = bar.add_task("loading torch", total=None)
         from autoprec.demo.report import demo_data, demo_tables
-        from autoprec.demo.run import PARTS, run_demo
+        from autoprec.demo.run import parts, run_demo
 
-        begun = iter(range(PARTS))
-        demo = run_demo(lambda what: bar.update(part, description=what, total=PARTS, completed=next(begun)))
+        total, begun = parts(seeds), iter(range(parts(seeds)))
+        demo = run_demo(seeds, lambda what: bar.update(part, description=what, total=total, completed=next(begun)))
     data = demo_data(demo)
     show(data, *demo_tables(demo), as_json=as_json)
     return 0 if data["holds"] else 1

@@ -66,9 +66,10 @@ def demo_data(demo: Demo) -> dict[str, Any]:
 
 def _contest_table(task: TaskResult) -> Table:
     seeds = len(task.of(FP32))
+    runs = f"medians of {seeds} seeds" if seeds > 1 else "one seed"
     table = Table(
-        title=f"{task.name}: {task.steps} steps, medians of {seeds} seeds, all measured",
-        caption=f"fp32's own spread of {task.metric} over the seeds: {task.spread(FP32):.4f}",
+        title=f"{task.name}: {task.steps} steps, {runs}, all measured",
+        caption=f"fp32's own spread of {task.metric} over the seeds: {task.spread(FP32):.4f}" if seeds > 1 else None,
         title_justify="left",
         caption_justify="left",
     )

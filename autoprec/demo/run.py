@@ -14,22 +14,22 @@ from autoprec.demo.results import CONTESTANTS, Demo, TaskResult
 from autoprec.demo.tasks import Task, digits_task, language_task
 from autoprec.numerics.dtypes import native_formats
 
-__all__ = ["PARTS", "run_demo"]
-
-SEEDS = (0, 1, 2)
-
-#: How often `progress` is called.
-PARTS = 2 * len(SEEDS) * len(CONTESTANTS) + 1
+__all__ = ["parts", "run_demo"]
 
 
-def run_demo(progress: Callable[[str], None]) -> Demo:
-    """Run it on the CPU; `progress` is told what begins, `PARTS` times."""
+def parts(seeds: int) -> int:
+    """How often `run_demo` says what begins."""
+    return 2 * seeds * len(CONTESTANTS) + 1
+
+
+def run_demo(seeds: int, progress: Callable[[str], None]) -> Demo:
+    """Run it on the CPU; `progress` is told what begins."""
     begin, threads = time.perf_counter(), torch.get_num_threads()
     torch.set_num_threads(1)  # ops this small gain nothing from a second, and wait for it when the machine is busy
     try:
         contest = Contest()
         digits = digits_task()
-        tasks = tuple(_run_task(contest, task, progress) for task in (language_task(), digits))
+        tasks = tuple(_run_task(contest, task, seeds, progress) for task in (language_task(), digits))
         progress("a layer that grows")
         growth = grow_a_layer(digits, contest.device)
     finally:
@@ -45,10 +45,10 @@ def run_demo(progress: Callable[[str], None]) -> Demo:
     )
 
 
-def _run_task(contest: Contest, task: Task, progress: Callable[[str], None]) -> TaskResult:
+def _run_task(contest: Contest, task: Task, seeds: int, progress: Callable[[str], None]) -> TaskResult:
     """Seed by seed, so that a busy moment of the machine meets every contestant alike."""
     runs = []
-    for seed in SEEDS:
+    for seed in range(seeds):
         for contestant in CONTESTANTS:
             progress(f"{task.name}, {contestant}, seed {seed}")
             runs.append(contest.run(task, contestant, seed))
