@@ -82,7 +82,7 @@ def test_every_category_of_bytes_is_predicted(monkeypatch: pytest.MonkeyPatch) -
         assert {c.name for c in categories.of_workload(found) if c.miss} == {"optimizer state"}
 
 
-@missed_without_bf16("a peak of 18.4 MB against 10.9", run=False)
+@missed_without_bf16("a peak of 15.0 MB against 10.9", run=False)
 def test_torchs_fp8_by_size_has_the_larger_error_at_the_higher_peak() -> None:
     """Both through inductor, with one of the transformer's four layers; `python -m tests.bench.lowering --rivals` has
     the rest, convolutions, and seconds."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from autoprec.formats import TF32, is_operands_only, is_scaled, other_operand, result_format
 from autoprec.numerics.casts import scaled_cast
+from autoprec.numerics.compilers import made_in_backward
 from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.frozen import packed_of
 from autoprec.numerics.packing import Packed, decode, encode
@@ -71,10 +72,11 @@ class GemmSpec:
         if is_scaled(fmt):
             return decode(self.packed(x, fmt), self.wide(fmt))
         x = packed_of(x)
-        x = decode(x, dtype_of(fmt)) if isinstance(x, Packed) else x.to(dtype_of(fmt))
+        x = decode(x, dtype_of(fmt)) if isinstance(x, Packed) else _cast(x, dtype_of(fmt))
         if fmt in self.native:
             return x
-        return rounded(x, TF32) if fmt == TF32.name else x.float()
+        with made_in_backward(x):  # compiled, too, the rounded one is kept, and not its copy
+            return rounded(x, TF32) if fmt == TF32.name else x.float()
 
     def computing(self, fmt: str) -> AbstractContextManager[None]:
         """To be around the product itself: where the device has TF32, FP32 operands are multiplied in it."""
@@ -106,6 +108,11 @@ class GemmSpec:
             return p.to(dtype)
         wide = torch.float32 if dtype is torch.float16 else dtype  # BF16 has the exponents of FP32
         return p.to(wide).mul_(2.0**-self.local_scale_log2).to(dtype)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    with made_in_backward(x) if x.element_size() < dtype.itemsize else nullcontext():
+        return x.to(dtype)
 
 
 def rows_times_rows(
