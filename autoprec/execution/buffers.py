@@ -75,7 +75,7 @@ class BufferSnapshot:
                 if saved.layout is torch.strided and saved.nbytes > _SMALL_BUFFER_BYTES and torch.equal(buffer, saved):
                     self._constant[name] = buffer._version
         self._takes += 1
-        wanted = [n for n, b in buffers.items() if self._constant.get(n) != b._version]
+        wanted = [n for n, b in buffers.items() if n not in self._constant or self._constant[n] != b._version]
         self._copies = {n: (buffers[n], buffers[n].detach().clone()) for n in wanted}
 
     def restore(self) -> None:

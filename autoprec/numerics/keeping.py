@@ -198,8 +198,10 @@ def open_cell(x: Tensor | None, storage: str, tensor: str = "") -> Cell:
 def cast_of_kept(x: Tensor, cell: Cell, make: Callable[..., Tensor], *how: Any) -> Tensor:
     """`make(x, *how)`, a cast of a tensor that is kept in a cell: what keeps the cast shares the narrow copy."""
     y = make(x, *how)
+    if not torch.is_grad_enabled():  # nothing is kept, and of tensors in inference mode nobody knows when they change
+        return y
     cell.is_cast(x, y)
-    if y.dtype is torch.float16 and x.dtype is not torch.float16 and torch.is_grad_enabled():
+    if y.dtype is torch.float16 and x.dtype is not torch.float16:
         cell.part(x)  # the narrow copy is of the tensor, not of what FP16 leaves of it, whoever keeps it first
     return y
 
