@@ -1,7 +1,9 @@
 """Whose fault is a bad step: the op at which it began, and whether its format is to blame.
 
-The calls of the step are replayed as they ran and, where that is not finite, as captured (FP32). The op to name is the
-first whose numbers leave those of FP32 behind. Its format is to blame if FP32's numbers there are beyond it; if they
+The calls of the step are replayed as they ran and, where that is not finite, as captured (FP32). The one to look at is
+the first whose forward pass fails or, if none does, the last whose backward pass does: backward passes run the other
+way round, and what a later call or the loss made of a failure arrives in all of them. The op to name is the first whose
+numbers leave those of FP32 behind. Its format is to blame if FP32's numbers there are beyond it; if they
 are not, and the op is a product, what it read was not what the master weight says: a bit flipped in the cast.
 """
 
@@ -51,6 +53,7 @@ class Incident:
         trigger: "overflow" of a format, which `cause` names; "corruption", what FP32 does not explain;
             "nonfinite", where FP32 fails as well.
         role: "output", or "grad_input" where it began in the backward pass.
+        arrived: whether the gradient was not finite when it came to the graph, from the loss or from a later one.
         neighbours: for people, a line for the op and each of those around it: format, largest number as it ran and in
             FP32, and what the format holds.
     """
@@ -60,6 +63,7 @@ class Incident:
     evidence: str
     cause: str = ""
     role: str = ""
+    arrived: bool = False
     neighbours: tuple[str, ...] = ()
 
 
@@ -71,17 +75,21 @@ def investigate(
     what = f"non-finite gradient of {', '.join(list(bad)[:3]) or 'a parameter'}"
     by_binding = {id(slot.binding): slot for slot in slots}
     finite = bool(bad) and all(map(math.isfinite, bad.values()))
-    narrow = False
+    narrow, backward = False, list[Incident]()
     try:
         for record in calls:
             slot = by_binding[id(record.binding)]
             narrow = narrow or slot.rewritten is not None
             found = _of_large_gradient(record, slot, buffers, bad) if finite else _of_call(record, slot, buffers, bad)
-            if found is not None:
+            if found is not None and found.role == Role.OUTPUT:
                 return found
+            if found is not None:
+                backward.append(found)
     except RuntimeError as error:  # naming the culprit must not end a run that the veto has saved
         told = f"{what}; the replay that names the op failed: {error}"[:500]
         return Incident(op="", trigger="nonfinite", evidence=told)
+    if backward:
+        return ([i for i in backward if not i.arrived] or backward)[-1]
     if finite:
         return Incident(op="", trigger="nonfinite", evidence=_large(bad))
     if not calls or not narrow or not _has_gradients(calls):
@@ -209,7 +217,7 @@ def _told(
 ) -> Incident:
     what = "result" if found.where == "forward" else "gradient"
     origin = "its inputs were finite" if found.inputs_finite else "what it was given was not finite already"
-    if found.where == "backward" and not seen.entered_finite:
+    if arrived := found.where == "backward" and not seen.entered_finite:
         origin = "the gradient that came from outside of the graph, from the loss, was not finite already"
     op = op or found.op
     evidence = (
@@ -226,7 +234,9 @@ def _told(
         )
     role = Role.OUTPUT if found.where == "forward" else Role.GRAD_INPUT
     lines = _neighbours(op, what, seen, plain, plan)
-    return Incident(op=op, trigger=trigger, evidence=evidence, cause=cause, role=role, neighbours=lines)
+    return Incident(
+        op=op, trigger=trigger, evidence=evidence, cause=cause, role=role, arrived=arrived, neighbours=lines
+    )
 
 
 def _neighbours(op: str, what: str, seen: Look, plain: Look, plan: Plan | None) -> tuple[str, ...]:
