@@ -29,8 +29,13 @@ class EventLog:
     """
 
     def __init__(self, path: Path | None) -> None:
+        """Raises `InputError` where no file can be."""
         self.events: list[Event] = []
         self._path = path
+        if path is not None and not path.parent.is_dir():
+            raise InputError(f"events: {path}: its directory does not exist; create it first")
+        if path is not None and path.is_dir():
+            raise InputError(f"events: {path} is a directory; give a file, or None for none")
         self.before, self.written = 0 if path is None else len(_lines(path)), 0
 
     def add(self, step: int, kind: str, **fields: str) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-import re
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
@@ -18,7 +16,7 @@ from autoprec.checks import described
 from autoprec.errors import InputError, PolicyError
 from autoprec.formats import COMPUTE_FORMATS, STORAGE_FORMATS, Format, format_named
 from autoprec.graphs import Op, OpGraph, Role
-from autoprec.policy_problems import dotted, policy_problems
+from autoprec.policy_problems import dotted, nearest_op, policy_problems
 from autoprec.policy_schema import BUDGET, FORMAT, FORMAT_OR_NONE, given, some_of
 
 __all__ = [
@@ -32,7 +30,6 @@ __all__ = [
     "Raise",
     "Rule",
     "StorageOptions",
-    "nearest_op",
     "parse_budget",
 ]
 
@@ -411,16 +408,27 @@ class Policy(_Part):
         """Rules that are not optional and match no op of the graph."""
         return tuple(r for r in self.rules if not r.optional and not any(r.matches(op) for op in graph.ops))
 
+    def unused_raises(self, graph: OpGraph) -> tuple[str, ...]:
+        """A sentence for each entry of the schedule that matches no op of the graph."""
+        fqns = {op.fqn for op in graph.ops}
+        return tuple(
+            f"schedule[{i}] (raise {entry.match!r}) matches no op of {graph.model}.{nearest_op(entry.match, (), graph)}"
+            for i, entry in enumerate(self.schedule)
+            if not any(fnmatchcase(fqn, entry.match) for fqn in fqns)
+        )
+
     def check_against(self, graph: OpGraph) -> None:
-        """`PolicyError` if a rule that is not optional matches no op of the graph."""
+        """`PolicyError` if a rule that is not optional, or an entry of the schedule, matches no op of the graph."""
         unused = self.unused_rules(graph)
+        lines = [
+            f"policy {self.name!r}: rules[{self.rules.index(rule)}] ({rule}) matches no op of {graph.model}."
+            f"{nearest_op(rule.match, rule.kinds, graph)}"
+            for rule in unused
+        ]
         if unused:
-            lines = [
-                f"policy {self.name!r}: rules[{self.rules.index(rule)}] ({rule}) matches no op of {graph.model}."
-                f"{nearest_op(rule, graph)}"
-                for rule in unused
-            ]
-            raise PolicyError("\n".join([*lines, "Correct the rule, or give it `optional: true`."]))
+            lines.append("Correct the rule, or give it `optional: true`.")
+        if lines := [*lines, *(f"policy {self.name!r}: {what}" for what in self.unused_raises(graph))]:
+            raise PolicyError("\n".join(lines))
 
     def replaced(self, **changes: Any) -> Policy:
         """A copy with other values (`budget="6GiB"`), validated; `PolicyError` if one is not valid."""
@@ -428,19 +436,3 @@ class Policy(_Part):
             return Policy.model_validate({name: getattr(self, name) for name in Policy.model_fields} | changes)
         except ValidationError as error:
             raise _policy_error(f"policy {self.name!r}", error, Policy) from error
-
-
-def nearest_op(rule: Rule, graph: OpGraph) -> str:
-    """The kind or FQN of the graph that the rule most nearly names."""
-    if not graph.ops:
-        return " The graph has no ops."
-    kinds = {op.kind for op in graph.ops}
-    unknown = [kind for kind in rule.kinds if kind not in kinds]
-    if unknown:
-        return f" Nearest kind to {unknown[0][:60]!r}: {_closest(unknown[0], {k: k for k in kinds})!r}."
-    fqns = {name: op.fqn for op in graph.ops for name in (op.fqn, op.fqn.rpartition(".")[2])}
-    return f" Nearest module: {_closest(re.sub(r'[][*?.]+', '.', rule.match).strip('.'), fqns)!r}."
-
-
-def _closest(name: str, choices: dict[str, str]) -> str:
-    return choices[difflib.get_close_matches(name[:200], sorted(choices), n=1, cutoff=0.0)[0]]

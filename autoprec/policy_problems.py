@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from autoprec.checks import described
 from autoprec.errors import nearest
+from autoprec.graphs import OpGraph
 
-__all__ = ["Location", "dotted", "policy_problems"]
+__all__ = ["Location", "dotted", "nearest_op", "policy_problems"]
 
 Location = tuple[str | int, ...]
 
@@ -75,6 +76,22 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for each in get_args(annotation) if (found := _model_in(each)) is not None), None)
+
+
+def nearest_op(match: str, kinds: Iterable[str], graph: OpGraph) -> str:
+    """The kind or FQN of the graph that a rule most nearly names, which matches none."""
+    if not graph.ops:
+        return " The graph has no ops."
+    there = {op.kind for op in graph.ops}
+    unknown = [kind for kind in kinds if kind not in there]
+    if unknown:
+        return f" Nearest kind to {unknown[0][:60]!r}: {_closest(unknown[0], {k: k for k in there})!r}."
+    fqns = {name: op.fqn for op in graph.ops for name in (op.fqn, op.fqn.rpartition(".")[2])}
+    return f" Nearest module: {_closest(re.sub(r'[][*?.]+', '.', match).strip('.'), fqns)!r}."
+
+
+def _closest(name: str, choices: dict[str, str]) -> str:
+    return choices[difflib.get_close_matches(name[:200], sorted(choices), n=1, cutoff=0.0)[0]]
 
 
 def dotted(at: Location) -> str:

@@ -18,6 +18,8 @@ from autoprec.tracing.templates import Template
 
 __all__ = [
     "check_plan_fits",
+    "other_ops",
+    "planned_ops",
     "refuse_autocast",
     "refuse_half",
     "refuse_strangers",
@@ -66,8 +68,9 @@ def uncaptured(missed: Sequence[str], parameters: Collection[str], model: str, *
     modules = sorted({m.rpartition(".")[0] or model for m in missed})
     if entered:
         what = (
-            "Dynamo did not capture the code that uses them: a graph break in a module that owns parameters, more than"
-            f" {RECOMPILE_LIMIT} recompilations, or an input that it does not take (a packed sequence)."
+            "Dynamo did not capture the code that uses them: a graph break in a module that owns parameters, a full"
+            f" backward hook on one, more than {RECOMPILE_LIMIT} recompilations, or an input that it does"
+            " not take (a packed sequence)."
             " TORCH_LOGS=graph_breaks,recompiles shows which"
         )
     else:
@@ -85,8 +88,8 @@ def check_plan_fits(
     plan: Plan, model: nn.Module, bindings: Iterable[Binding], trained: Iterable[Binding]
 ) -> tuple[str, ...]:
     """Raise `PlanError` if the plan names ops of modules that the model does not have, or if it was calibrated and does
-    not name a layer that was trained. Returns the other ops that none of the captured graphs has: they may belong to a
-    branch that was not taken yet."""
+    not name a layer that was trained, or names other ops in a module. Returns the other ops that none of the captured
+    graphs has: they may belong to a branch that was not taken yet."""
     known = {op.id for binding in bindings for op in binding.ops}
     waiting = sorted({a.op for a in plan.assignments} - known)
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
@@ -97,6 +100,8 @@ def check_plan_fits(
             f"{len(unknown)} ops of the plan are not in this model, the first: {unknown[0]}."
             " The plan was made for another model or input; calibrate this one"
         )
+    if plan.graph_fingerprint and (differs := other_ops({a.op for a in plan.assignments}, bindings)):
+        raise PlanError(f"the plan was made for another model: {differs}; calibrate this one")
     layers = [op.id for binding in trained for op in binding.ops if op.op_class is OpClass.GEMM and op.weights]
     named = {a.op for a in plan.assignments}
     new = [op for op in layers if op not in named]
@@ -106,6 +111,34 @@ def check_plan_fits(
             " The plan was made for another version of the model; calibrate this one"
         )
     return tuple(waiting)
+
+
+#: Plans do not name ops of these.
+_AS_WRITTEN = (OpClass.VIEW, OpClass.WIDE, OpClass.UNKNOWN)
+
+
+def planned_ops(graph: OpGraph) -> tuple[str, ...]:
+    """Ids of the ops that a plan of the graph names."""
+    return tuple(op.id for op in graph.ops if op.op_class not in _AS_WRITTEN)
+
+
+def other_ops(known: Iterable[str], bindings: Iterable[Binding]) -> str:
+    """What differs, if a module does something else than what is known of it: it has ops that nobody knows, and not one
+    of those that are known. "" otherwise: ops may belong to a branch that was not taken yet."""
+    ops = (op.id for binding in bindings for op in binding.ops if op.op_class not in _AS_WRITTEN)
+    there, here = _by_module(known), _by_module(ops)
+    for module in here.keys() & there.keys():
+        if not here[module] & there[module]:
+            mine, theirs = (_some(sorted(found[module])) for found in (here, there))
+            return f"it has {theirs}, and this one has {mine} in its place"
+    return ""
+
+
+def _by_module(ops: Iterable[str]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for op in ops:
+        found.setdefault(op.partition(":")[0], set()).add(op)
+    return found
 
 
 def unplanned(binding: Binding, graph: OpGraph) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from autoprec import refusals
 from autoprec.devices import Device
-from autoprec.errors import InputError, NonFiniteError, NotCapturedError
+from autoprec.errors import InputError, NonFiniteError, NotCapturedError, StateError
 from autoprec.events import EventLog
 from autoprec.execution import dispatch
 from autoprec.execution.faults import Fault
@@ -97,6 +97,7 @@ class Session(Settling, Replanning, Resumable):
         self.policy = for_compiled(asked, plan) if self.lowering.compiles else asked
         self.plan = plan
         self._given_plan = plan is not None
+        self._ops_of_state: tuple[str, ...] = ()
         self._told: Plan | None = None  # the plan whose peak is as its compiled code tells it
         self._log = EventLog(events_path)
         self.steps = self.skipped_steps = 0
@@ -319,6 +320,9 @@ class Session(Settling, Replanning, Resumable):
             if waiting := refusals.check_plan_fits(self.plan, self.model, self.bindings, ran):
                 what = f"{len(waiting)} ops of the plan did not run in the first step, the first: {waiting[0]}"
                 self._event("warning", trigger="not_run", evidence=what)
+        known, self._ops_of_state = self._ops_of_state, ()
+        if known and (differs := refusals.other_ops(known, self.bindings)):
+            raise StateError(f"the state is of another model: {differs}")
         if not missed or (self._entered and self._capture_parts(missed)):
             return
         text = refusals.uncaptured(missed, self._parameters, type(self.model).__name__, entered=self._entered)
@@ -396,7 +400,8 @@ class Session(Settling, Replanning, Resumable):
             for f, p in self._parameters.items():
                 p.grad = kept[f]
         if self.profile is None or seen < 2:
-            raise InputError(f"calibration needs at least 2 batches with finite gradients, got {seen}")
+            good = 0 if self.profile is None else min(seen, self.profile.steps)
+            raise InputError(f"calibration needs at least 2 batches with finite gradients, got {good} of {seen}")
         return self.profile
 
     def _calibration_step(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]) -> bool:

@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 import autoprec
+from autoprec.serial import load_policy
 
 
 def net() -> nn.Module:
@@ -74,3 +76,42 @@ def test_many_gradients_at_once() -> None:
     single = [torch.autograd.grad(model(x).mean(0)[k], parameters) for k in range(4)]
     for many, one in zip(batched, zip(*single, strict=True), strict=True):
         assert torch.allclose(many, torch.stack(one), rtol=0.02, atol=0.02)
+
+
+class Late(nn.Module):
+    """A module whose hooks come and go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize("where", ["act", "down", ""])
+def test_a_hook_that_comes_later_and_goes_again_is_called(where: str, at: int) -> None:
+    """In calibration and under a plan; as the plain model has it."""
+    torch.manual_seed(0)
+    model = autoprec.compile(Late(), policy=load_policy("bf16").replaced(calibration={"steps": 3}), events=None)
+    plain, x = Late(), torch.randn(8, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    handles, calls = list[RemovableHandle](), list[object]()
+    for step in range(8):
+        if step in (at, at + 2):
+            if step == at:
+                for m in (model, plain):
+                    hook = m.get_submodule(where).register_forward_hook(lambda m, i, y: (calls.append(m), 2.0 * y)[1])
+                    handles.append(hook)
+            else:
+                for handle in handles:
+                    handle.remove()
+        plain.load_state_dict(model.state_dict())
+        optimizer.zero_grad()
+        seen = len(calls)
+        y = model(x)
+        y.square().mean().backward()
+        optimizer.step()
+        assert len(calls) - seen == (at <= step < at + 2)
+        assert float((y - plain(x)).norm() / plain(x).norm()) < 0.02

@@ -225,6 +225,16 @@ def test_unused_rules_are_named_with_the_nearest_op() -> None:
         p.check_against(OpGraph(model="Empty", ops=(), tensors=()))
 
 
+def test_a_schedule_that_matches_nothing_is_refused() -> None:
+    """It would be said to have been applied, at the end of a long run."""
+    p = policy(schedule=({"after": 9, "raise": "*norm", "to": "fp32"}, {"after": 9, "raise": "lm_haed*", "to": "fp32"}))
+    with pytest.raises(PolicyError) as caught:
+        p.check_against(GRAPH)
+    (line,) = str(caught.value).splitlines()
+    assert "schedule[1] (raise 'lm_haed*') matches no op" in line and "Nearest module: 'lm_head'" in line
+    policy(schedule=p.schedule[:1]).check_against(GRAPH)
+
+
 def test_the_fingerprint_is_of_what_is_asked_for() -> None:
     rule = {"match": "a", "floor": "fp32"}
     base = policy(rules=(rule,))

@@ -17,7 +17,7 @@ from torch import nn
 
 import autoprec
 from autoprec.errors import StateError
-from autoprec.serial import read_state, state_parts, write_state
+from autoprec.serial import load_policy, read_state, state_parts, write_state
 from tests.campaigns import kills
 
 STEPS = 60
@@ -277,3 +277,44 @@ def test_a_copy_of_a_state_is_a_state(state: dict[str, Any]) -> None:
     run = Run()
     run.session.load_state_dict(copy.deepcopy(state))
     assert run.session.steps == 12
+
+
+def trained(act: nn.Module, steps: int, **how: Any) -> nn.Module:
+    """Activations have no parameters that could differ."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), act, nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    autoprec.compile(model, policy=load_policy("bf16").replaced(calibration={"steps": 3}), events=None, **how)
+    more(model, steps)
+    return model
+
+
+def more(model: nn.Module, steps: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("steps", [2, 5], ids=["calibrating", "planned"])
+def test_the_state_of_a_model_with_other_ops_is_refused_when_they_are_seen(steps: int) -> None:
+    """Before anything is updated."""
+    state = autoprec.session(trained(nn.GELU(), steps)).state_dict()
+    other = trained(nn.Tanh(), 0)
+    autoprec.session(other).load_state_dict(state)
+    before = [p.detach().clone() for p in other.parameters()]
+    with pytest.raises(StateError, match=r"another model: it has 1:gelu#0, and this one has 1:tanh#0 in its place"):
+        more(other, 1)
+    assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
+    same = trained(nn.GELU(), 0)
+    autoprec.session(same).load_state_dict(state)
+    more(same, 4)
+    assert autoprec.session(same).steps == steps + 4
+
+
+def test_the_plan_of_a_model_with_other_ops_is_refused() -> None:
+    plan = autoprec.session(trained(nn.GELU(), 4)).plan
+    with pytest.raises(autoprec.PlanError, match=r"another model: it has 1:gelu#0, and this one has 1:relu#0"):
+        trained(nn.ReLU(), 1, plan=plan)
+    trained(nn.GELU(), 1, plan=plan)

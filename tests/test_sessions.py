@@ -361,3 +361,11 @@ def test_a_cast_back_ends_a_promise() -> None:
     assert executed["1:mul#0"] == "fp32" and executed["1:mul#1"] == "bf16"
     assert session.graph is not None
     assert [op.id for op in session.graph.ops if op.pinned] == ["1:pow#0", "1:add#0", "1:mul#0"]
+
+
+@pytest.mark.parametrize(("where", "words"), [("nowhere/e.jsonl", "does not exist"), (".", "is a directory")])
+def test_events_that_cannot_be_written_are_refused_at_once(where: str, words: str) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(autoprec.InputError, match=words):
+        autoprec.compile(model, events=where)
+    autoprec.compile(model, events=None)

@@ -51,6 +51,16 @@ _numbers = itertools.count()
 #: Captures of one piece of code (shapes, modes, sequence lengths) after which Dynamo runs it eager.
 RECOMPILE_LIMIT = 64
 
+#: Without allow_rnn a module that holds an LSTM or GRU is not captured at all; a GRU is captured once per sequence
+#: length, so the limit is raised. A frame that Dynamo fails on runs eager; the coverage law notices the parameters in
+#: it. Hooks that are put on modules later, or taken off, are noticed.
+_CONFIG = {
+    "allow_rnn": True,
+    "recompile_limit": RECOMPILE_LIMIT,
+    "suppress_errors": True,
+    "skip_nnmodule_hook_guards": False,
+}
+
 
 def owner_of(parameter: nn.Parameter) -> Owner | None:
     """The owner of a parameter, None if it was never adopted or its owner is gone."""
@@ -118,10 +128,7 @@ def install(model: nn.Module, owner: Owner) -> None:
         if _running.owner is not None:
             _running.owner.enter()
         try:
-            # Without allow_rnn a module that holds an LSTM or GRU is not captured at all; a GRU is captured once per
-            # sequence length, so the limit after which Dynamo runs eager is raised. A frame that Dynamo fails on runs
-            # eager; the coverage law notices the parameters in it.
-            with torch._dynamo.config.patch(allow_rnn=True, recompile_limit=RECOMPILE_LIMIT, suppress_errors=True):
+            with torch._dynamo.config.patch(**_CONFIG):
                 return compiled(*args, **kwargs)
         except Exception:  # whatever the user's code raised goes on to the user
             if not _running.ran:  # Dynamo never looks again at code that failed while it was captured

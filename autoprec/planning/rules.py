@@ -17,7 +17,8 @@ from autoprec.planning.options import decides, options_of, unit_options
 from autoprec.planning.pricing import Prices
 from autoprec.planning.roots import resolve_roots
 from autoprec.plans import Plan
-from autoprec.policies import Policy, Rule, nearest_op
+from autoprec.policies import Policy, Rule
+from autoprec.policy_problems import nearest_op
 from autoprec.profiles import Profile
 
 __all__ = ["Finding", "RuleUse", "for_compiled", "policy_findings", "rule_findings", "rule_uses"]
@@ -145,7 +146,7 @@ def rule_findings(policy: Policy, graph: OpGraph, profile: Profile, device: Devi
         rule = policy.rules[use.rule]
         level: Literal["problem", "note"] = "note" if rule.optional else "problem"
         if not use.matches:
-            hint = "" if rule.optional else f".{nearest_op(rule, graph)}"
+            hint = "" if rule.optional else f".{nearest_op(rule.match, rule.kinds, graph)}"
             found.append(Finding(level=level, rule=use.rule, what=f"matches no op of {graph.model}{hint}"))
         elif use.decides:
             continue
@@ -156,6 +157,7 @@ def rule_findings(policy: Policy, graph: OpGraph, profile: Profile, device: Devi
         else:
             what = f"decides nothing: none of the {use.matches} ops that it matches takes a format"
             found.append(Finding(level="note", rule=use.rule, what=what))
+    found += [Finding(level="problem", what=what) for what in policy.unused_raises(graph)]
     return (*found, *_without_a_format(policy, graph, profile, device))
 
 
