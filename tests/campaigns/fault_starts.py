@@ -36,6 +36,15 @@ class Residual(nn.Module):
         return self.last(self.norm(self.blocks(self.first(x))))
 
 
+class Halves(Residual):
+    """The same in two graphs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(self.first(x))
+        torch._dynamo.graph_break()
+        return self.last(self.norm(x))
+
+
 class Attention(nn.Module):
     """Attention over twelve places, with an embedding of places."""
 
@@ -68,6 +77,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "residual": Residual,
     "attention": Attention,
     "convolutions": Convolutions,
+    "two graphs": Halves,
 }
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: SGD(p, lr=1e-3, momentum=0.9),
