@@ -13,7 +13,7 @@ from pathlib import Path
 from autoprec.errors import InputError, StateError
 from autoprec.graphs import Role
 from autoprec.plans import AS_IS, KEPT, Event, Plan
-from autoprec.serial import event_to_json_line, write_text
+from autoprec.serial import check_writable, event_to_json_line, write_text
 from autoprec.serial.events import EventsFile
 
 __all__ = ["EventLog"]
@@ -29,13 +29,11 @@ class EventLog:
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Raises `InputError` where no file can be."""
+        """Raises `InputError` where no file can be written."""
         self.events: list[Event] = []
         self._path = path
-        if path is not None and not path.parent.is_dir():
-            raise InputError(f"events: {path}: its directory does not exist; create it first")
-        if path is not None and path.is_dir():
-            raise InputError(f"events: {path} is a directory; give a file, or None for none")
+        if path is not None:
+            check_writable(path, InputError)
         self.before, self.written = 0 if path is None else len(_lines(path)), 0
 
     def add(self, step: int, kind: str, **fields: str) -> None:

@@ -295,6 +295,12 @@ class Raise(_Part):
     roles: Many[Literal["output", "grad_input", "grad_weight"]] = Field(
         default=(), description="Roles that it speaks of; none means all."
     )
+    optional: bool = Field(default=False, description="No error where it matches nothing.")
+
+    def roles_of(self, op: Op) -> tuple[Role, ...]:
+        """The roles of this op that it speaks of."""
+        spoken = (role for role in op.roles if not self.roles or role in self.roles)
+        return tuple(spoken) if fnmatchcase(op.fqn, self.match) else ()
 
     @validator("after", mode="before")
     @classmethod
@@ -396,7 +402,14 @@ class Policy(_Part):
     @property
     def fingerprint(self) -> str:
         """Of what it asks for (not of its name, description and reasons)."""
-        body = self.model_dump(exclude={"name": True, "description": True, "rules": {"__all__": {"why"}}})
+        body = self.model_dump(
+            exclude={
+                "name": True,
+                "description": True,
+                "rules": {"__all__": {"why"}},
+                "schedule": {"__all__": {"optional"}},
+            }
+        )
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
     def rule_for(self, op: Op, role: Role = Role.OUTPUT) -> Rule | None:
@@ -409,26 +422,23 @@ class Policy(_Part):
         return tuple(r for r in self.rules if not r.optional and not any(r.matches(op) for op in graph.ops))
 
     def unused_raises(self, graph: OpGraph) -> tuple[str, ...]:
-        """A sentence for each entry of the schedule that matches no op of the graph."""
-        fqns = {op.fqn for op in graph.ops}
+        """A sentence for each entry of the schedule that is not optional and matches no op of the graph."""
         return tuple(
             f"schedule[{i}] (raise {entry.match!r}) matches no op of {graph.model}.{nearest_op(entry.match, (), graph)}"
             for i, entry in enumerate(self.schedule)
-            if not any(fnmatchcase(fqn, entry.match) for fqn in fqns)
+            if not entry.optional and not any(entry.roles_of(op) for op in graph.ops)
         )
 
     def check_against(self, graph: OpGraph) -> None:
-        """`PolicyError` if a rule that is not optional, or an entry of the schedule, matches no op of the graph."""
-        unused = self.unused_rules(graph)
+        """`PolicyError` if a rule or an entry of the schedule that is not optional matches no op of the graph."""
         lines = [
             f"policy {self.name!r}: rules[{self.rules.index(rule)}] ({rule}) matches no op of {graph.model}."
             f"{nearest_op(rule.match, rule.kinds, graph)}"
-            for rule in unused
+            for rule in self.unused_rules(graph)
         ]
-        if unused:
-            lines.append("Correct the rule, or give it `optional: true`.")
-        if lines := [*lines, *(f"policy {self.name!r}: {what}" for what in self.unused_raises(graph))]:
-            raise PolicyError("\n".join(lines))
+        lines += [f"policy {self.name!r}: {what}" for what in self.unused_raises(graph)]
+        if lines:
+            raise PolicyError("\n".join([*lines, "Correct the rule, or give it `optional: true`."]))
 
     def replaced(self, **changes: Any) -> Policy:
         """A copy with other values (`budget="6GiB"`), validated; `PolicyError` if one is not valid."""

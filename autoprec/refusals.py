@@ -19,7 +19,6 @@ from autoprec.tracing.templates import Template
 __all__ = [
     "check_plan_fits",
     "other_ops",
-    "planned_ops",
     "refuse_autocast",
     "refuse_half",
     "refuse_strangers",
@@ -69,9 +68,8 @@ def uncaptured(missed: Sequence[str], parameters: Collection[str], model: str, *
     if entered:
         what = (
             "Dynamo did not capture the code that uses them: a graph break in a module that owns parameters, a full"
-            f" backward hook on one, more than {RECOMPILE_LIMIT} recompilations, or an input that it does"
-            " not take (a packed sequence)."
-            " TORCH_LOGS=graph_breaks,recompiles shows which"
+            f" backward hook on one, more than {RECOMPILE_LIMIT} recompilations, or an input that it does not take (a"
+            " packed sequence). TORCH_LOGS=graph_breaks,recompiles shows which"
         )
     else:
         what = (
@@ -113,19 +111,10 @@ def check_plan_fits(
     return tuple(waiting)
 
 
-#: Plans do not name ops of these.
-_AS_WRITTEN = (OpClass.VIEW, OpClass.WIDE, OpClass.UNKNOWN)
-
-
-def planned_ops(graph: OpGraph) -> tuple[str, ...]:
-    """Ids of the ops that a plan of the graph names."""
-    return tuple(op.id for op in graph.ops if op.op_class not in _AS_WRITTEN)
-
-
 def other_ops(known: Iterable[str], bindings: Iterable[Binding]) -> str:
-    """What differs, if a module does something else than what is known of it: it has ops that nobody knows, and not one
-    of those that are known. "" otherwise: ops may belong to a branch that was not taken yet."""
-    ops = (op.id for binding in bindings for op in binding.ops if op.op_class not in _AS_WRITTEN)
+    """What differs, if a module does something else than what is known of it: of ops that take a format it has some,
+    and none that is known. "" otherwise: ops may belong to a branch that was not taken yet."""
+    ops = (op.id for binding in bindings for op in binding.ops if op.roles)
     there, here = _by_module(known), _by_module(ops)
     for module in here.keys() & there.keys():
         if not here[module] & there[module]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoprec import refusals
 from autoprec.errors import StateError
 from autoprec.serial import read_state, state_from_parts, state_parts, write_state
 from autoprec.serial.trees import Source
@@ -101,7 +100,7 @@ def _give(session: Session, state: RunState) -> None:
     stability.floors, stability.trends, stability.gradients = run.floors, run.trends, run.gradients
     session._scheduler.device, session._scheduler.given = run.device, run.given
     session._given_plan = False  # it ran before
-    session._ops_of_state = () if run.graph is None else refusals.planned_ops(run.graph)
+    session._ops_of_state = () if run.graph is None else tuple(op.id for op in run.graph.ops if op.roles)
     session._parts.capture(session.model, run.parts)
     session.lowering.known_before = frozenset(run.lowered)
     session.lowering.left_uncompiled = dict(run.uncompiled)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from autoprec.errors import InputError
 from autoprec.formats import format_named
-from autoprec.graphs import OpGraph, Role
+from autoprec.graphs import OpGraph
 from autoprec.policies import Policy, Raise
 
 __all__ = ["Schedule"]
@@ -50,9 +49,7 @@ class Schedule:
             (op.id, name, str(role))
             for entry, names in narrow.items()
             for op in graph.ops
-            if fnmatchcase(op.fqn, entry.match)
-            for role in (Role(r) for r in entry.roles or op.roles)
-            if role in op.roles
+            for role in entry.roles_of(op)
             for name in names
         )
 

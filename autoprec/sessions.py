@@ -320,9 +320,9 @@ class Session(Settling, Replanning, Resumable):
             if waiting := refusals.check_plan_fits(self.plan, self.model, self.bindings, ran):
                 what = f"{len(waiting)} ops of the plan did not run in the first step, the first: {waiting[0]}"
                 self._event("warning", trigger="not_run", evidence=what)
-        known, self._ops_of_state = self._ops_of_state, ()
-        if known and (differs := refusals.other_ops(known, self.bindings)):
+        if self._ops_of_state and (differs := refusals.other_ops(self._ops_of_state, self.bindings)):
             raise StateError(f"the state is of another model: {differs}")
+        self._ops_of_state = ()
         if not missed or (self._entered and self._capture_parts(missed)):
             return
         text = refusals.uncaptured(missed, self._parameters, type(self.model).__name__, entered=self._entered)

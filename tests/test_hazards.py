@@ -256,3 +256,69 @@ def test_a_monitored_step_meets_a_branch_that_was_not_planned() -> None:
         optimizer.step()
     session = autoprec.session(model)
     assert session.steps == 8 and any(s.format != "as_is" for s in session.plan.storages)
+
+
+class Mixed(nn.Module):
+    """An op of most kinds that keep something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8)
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + F.gelu(self.bn(self.conv(x)))
+        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+        return self.out(F.dropout(F.relu(attended), 0.1, self.training))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "memory"])
+def test_what_is_evaluated_in_inference_mode_is_what_no_grad_gives(policy: str) -> None:
+    """Tensors made in it have no versions, by which copies of what is kept are known."""
+    model = autoprec.compile(Mixed(), policy=policy, events=None)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for _ in range(12):
+        model.eval()
+        x = torch.randn(4, 8, 16)
+        with torch.no_grad():
+            expected = model(x)
+        with torch.inference_mode():
+            assert torch.equal(model(x), expected) and torch.equal(model(x.clone()), expected)
+        model.train()
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    assert autoprec.session(model).plan is not None
+
+
+class Shifted(nn.Module):
+    """Adds a buffer that was made in inference mode, as a table that was grown while evaluating is."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, width)
+        with torch.inference_mode():
+            self.register_buffer("table", torch.randn(4096, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.table[: x.shape[0]]
+
+
+@pytest.mark.parametrize("width", [4, 256], ids=["small", "large"])
+def test_buffers_made_in_inference_mode(width: int) -> None:
+    """They cannot be written to, and have no versions."""
+    model = autoprec.compile(Shifted(width), policy="bf16", events=None)
+    session, optimizer = autoprec.session(model), torch.optim.SGD(model.parameters(), 1e-3)
+    for step in range(12):
+        table, before = model.table, {n: x.clone() for n, x in model.state_dict().items()}
+        x = torch.randn(8, 16)
+        x[0, 0] = float("nan") if step == 10 else 0.0
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        if step == 10:
+            model.table = table.clone()
+        optimizer.step()
+        assert session.step_was_skipped == (step == 10)
+        changed = [n for n, x in model.state_dict().items() if not torch.equal(x, before[n])]
+        assert changed == ([] if step == 10 else ["layer.weight", "layer.bias"]) and model.table is table

@@ -420,37 +420,3 @@ def test_what_ops_in_two_formats_keep_is_kept_once(storage: str, narrow: dict[st
         y = model(x)
     assert list(seen.values()) == [512 * 8 * (2 if storage == "bf16" else 1)]
     y.sum().backward()
-
-
-class Mixed(nn.Module):
-    """An op of most kinds that keep something."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.bn = nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8)
-        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + F.gelu(self.bn(self.conv(x)))
-        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
-        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
-        return self.out(F.dropout(F.relu(attended), 0.1, self.training))
-
-
-@pytest.mark.parametrize("policy", ["bf16", "memory"])
-def test_what_is_evaluated_in_inference_mode_is_what_no_grad_gives(policy: str) -> None:
-    """Tensors made in it have no versions, by which copies of what is kept are known."""
-    model = autoprec.compile(Mixed(), policy=policy, events=None)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    for _ in range(12):
-        model.eval()
-        x = torch.randn(4, 8, 16)
-        with torch.no_grad():
-            expected = model(x)
-        with torch.inference_mode():
-            assert torch.equal(model(x), expected) and torch.equal(model(x.clone()), expected)
-        model.train()
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-    assert autoprec.session(model).plan is not None

@@ -230,9 +230,12 @@ def test_a_schedule_that_matches_nothing_is_refused() -> None:
     p = policy(schedule=({"after": 9, "raise": "*norm", "to": "fp32"}, {"after": 9, "raise": "lm_haed*", "to": "fp32"}))
     with pytest.raises(PolicyError) as caught:
         p.check_against(GRAPH)
-    (line,) = str(caught.value).splitlines()
+    line, help_ = str(caught.value).splitlines()
+    assert "optional: true" in help_
     assert "schedule[1] (raise 'lm_haed*') matches no op" in line and "Nearest module: 'lm_head'" in line
-    policy(schedule=p.schedule[:1]).check_against(GRAPH)
+    other = policy(schedule=(p.schedule[0], p.schedule[1].model_copy(update={"optional": True})))
+    other.check_against(GRAPH)
+    assert other.fingerprint == p.fingerprint  # it asks for the same
 
 
 def test_the_fingerprint_is_of_what_is_asked_for() -> None:

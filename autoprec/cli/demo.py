@@ -17,7 +17,8 @@ def show_demo(seeds: int, *, as_json: bool) -> int:
         from autoprec.demo.report import demo_data, demo_tables
         from autoprec.demo.run import parts, run_demo
 
-        total, begun = parts(seeds), iter(range(parts(seeds)))
+        total = parts(seeds)
+        begun = iter(range(total))
         demo = run_demo(seeds, lambda what: bar.update(part, description=what, total=total, completed=next(begun)))
     data = demo_data(demo)
     show(data, *demo_tables(demo), as_json=as_json)

@@ -3,8 +3,8 @@
 The calls of the step are replayed as they ran and, where that is not finite, as captured (FP32). The one to look at is
 the first whose forward pass fails or, if none does, the last whose backward pass does: backward passes run the other
 way round, and what a later call or the loss made of a failure arrives in all of them. The op to name is the first whose
-numbers leave those of FP32 behind. Its format is to blame if FP32's numbers there are beyond it; if they
-are not, and the op is a product, what it read was not what the master weight says: a bit flipped in the cast.
+numbers leave those of FP32 behind. Its format is to blame if FP32's numbers there are beyond it; if they are not, and
+the op is a product, what it read was not what the master weight says: a bit flipped in the cast.
 """
 
 from __future__ import annotations

@@ -72,11 +72,12 @@ class BufferSnapshot:
         buffers = self._buffers()
         if self._takes == 1:
             for name, (buffer, saved) in self._copies.items():
-                if saved.layout is torch.strided and saved.nbytes > _SMALL_BUFFER_BYTES and torch.equal(buffer, saved):
+                large = saved.layout is torch.strided and saved.nbytes > _SMALL_BUFFER_BYTES and saved is not buffer
+                if large and torch.equal(buffer, saved):
                     self._constant[name] = buffer._version
         self._takes += 1
         wanted = [n for n, b in buffers.items() if n not in self._constant or self._constant[n] != b._version]
-        self._copies = {n: (buffers[n], buffers[n].detach().clone()) for n in wanted}
+        self._copies = {n: (b := buffers[n], b if b.is_inference() else b.detach().clone()) for n in wanted}
 
     def restore(self) -> None:
         """Bitwise as at `take`; the buffers are the same objects again, also where the step put others in their
@@ -84,7 +85,7 @@ class BufferSnapshot:
         model = self._model()
         with torch.no_grad():
             for name, (buffer, saved) in self._copies.items():
-                if not _is_expanded(buffer):
+                if not _is_fixed(buffer):
                     buffer.copy_(saved)
                 if model is not None:
                     owner, _, key = name.rpartition(".")
@@ -168,11 +169,13 @@ class BufferSnapshot:
 
 
 def _can_be_put_back(buffer: Tensor, saved: Tensor, device: torch.device) -> bool:
-    """In one kernel, whatever the flag says: not what is sparse, was resized, or is expanded."""
+    """In one kernel, whatever the flag says: not what is sparse, was resized, or cannot be written to."""
     strided = buffer.layout is torch.strided and buffer.device == device and buffer.shape == saved.shape
-    return strided and not _is_expanded(buffer)
+    return strided and not _is_fixed(buffer)
 
 
-def _is_expanded(buffer: Tensor) -> bool:
-    """Whether it has one place for several elements, and cannot be written to."""
+def _is_fixed(buffer: Tensor) -> bool:
+    """Whether it cannot be written to: made in inference mode, or with one place for several elements."""
+    if buffer.is_inference():
+        return True
     return buffer.layout is torch.strided and bool(torch._debug_has_internal_overlap(buffer))

@@ -75,7 +75,7 @@ class GemmSpec:
         x = decode(x, dtype_of(fmt)) if isinstance(x, Packed) else _cast(x, dtype_of(fmt))
         if fmt in self.native:
             return x
-        with made_in_backward(x):  # compiled, too, the rounded one is kept, and not its copy
+        with made_in_backward(x):  # what is kept is the rounded one
             return rounded(x, TF32) if fmt == TF32.name else x.float()
 
     def computing(self, fmt: str) -> AbstractContextManager[None]:
@@ -111,6 +111,7 @@ class GemmSpec:
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in that dtype. Compiled, too, the narrower of the two is kept."""
     with made_in_backward(x) if x.element_size() < dtype.itemsize else nullcontext():
         return x.to(dtype)
 
