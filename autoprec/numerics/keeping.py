@@ -1,13 +1,15 @@
-"""What an op keeps for its backward pass, kept in a narrow format.
+"""What an op keeps for its backward pass, kept in a narrow format, or made again there.
 
 autograd hands every tensor that it keeps to a hook. Where the plan says so, the hook keeps a narrow copy instead, made
-once per tensor and shared by all that keep it or a view of it, and reads it again in the backward pass.
+once per tensor and shared by all that keep it or a view of it, and reads it again in the backward pass; or it keeps
+what the tensor is made again of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +19,27 @@ from autoprec.numerics.compilers import hooks_in_graph, is_traced, saved_for_bac
 from autoprec.numerics.lean import attention
 from autoprec.numerics.packing import Packed, decode, encode
 
-__all__ = ["Cell", "cast_of_kept", "keep_in", "keeping", "open_cell"]
+__all__ = ["Cell", "Remade", "cast_of_kept", "keep_in", "keeping", "open_cell"]
+
+
+@dataclass(frozen=True, eq=False)
+class Remade:
+    """What stands for a tensor until the backward pass: what autograd keeps of it, and what makes it again of that."""
+
+    tensors: tuple[Tensor, ...]
+    again: Callable[[Sequence[Tensor]], Tensor]
+
+    def seen(self, as_: Callable[[Tensor], Tensor]) -> Remade:
+        """The same for a view of the tensor."""
+        again = self.again  # not `self`, which would hold the tensors after autograd has let go of them
+        return Remade(self.tensors, lambda kept: as_(again(kept)))
+
+
+class Place(Protocol):
+    """What knows how a tensor is kept: a cell, or a recipe (`numerics.remaking`)."""
+
+    def part(self, x: Tensor) -> Packed | Remade | None:
+        """What is kept instead of `x`; None: `x` itself."""
 
 
 class _Copy:
@@ -45,15 +67,23 @@ class Cell:
         self.storage, self.tensor = storage, tensor
         self._numel = -1
         self._copies: list[_Copy] = []
+        #: While a compiler traces, what shows all of a memory: nothing is held by that.
+        self._wholes: list[Tensor] = []
 
     def stands_for(self, x: Tensor) -> None:
         """Say which tensor it is."""
         self._numel = x.numel()
+        self._shows_all(x)
+
+    def _shows_all(self, x: Tensor) -> None:
+        if is_traced(x):
+            self._wholes.append(x)
 
     def is_cast(self, x: Tensor, y: Tensor) -> None:
         """Say that `y` is a cast of `x`: where both are all of a memory, in one order, a narrow copy is of both."""
         if x.stride() == y.stride() and all(t.untyped_storage().nbytes() == t.nbytes for t in (x, y)):
             self._copy_of(x).add(y)
+            self._shows_all(y)
 
     def _copy_of(self, x: Tensor) -> _Copy:
         for copy in self._copies:
@@ -73,8 +103,14 @@ class Cell:
         copy = self._copy_of(x)
         with saved_for_backward(x, self.tensor):
             if copy.packed is None:
-                copy.packed = _encode_memory(x.detach(), numel, self.storage)
+                copy.packed = _encode_memory(self._whole_of(x).detach(), numel, self.storage)
             return _seen_as(copy.packed, x)
+
+    def _whole_of(self, x: Tensor) -> Tensor:
+        """While a compiler traces, what shows all of the memory that `x` shows a part of, if that is known. Compilers
+        may give a part a memory of its own: reaching from it into what lies around it would read anything."""
+        memory = x.untyped_storage()._cdata
+        return next((w for w in self._wholes if w.untyped_storage()._cdata == memory), x)
 
 
 def _encode_memory(x: Tensor, numel: int, storage: str) -> Packed:
@@ -102,29 +138,36 @@ class _Kept:
 
     def __init__(self, x: Tensor) -> None:
         self.tensor: Tensor | None = x
-        self.outer: Any = None
+        self.outer: list[Any] = []
         self.packed: Packed | None = None
+        self.again: Callable[[Sequence[Tensor]], Tensor] | None = None
         self.shape, self.dtype = x.shape, x.dtype
 
-    def close(self, packed: Packed | None, outer_pack: Callable[[Tensor], Any]) -> None:
+    def close(self, instead: Packed | Remade | None, outer_pack: Callable[[Tensor], Any]) -> None:
         """Let go of the tensor. The hook that was in force before ours sees what is kept instead."""
         assert self.tensor is not None
-        kept = self.tensor if packed is None else packed.payload
-        self.packed, self.outer, self.tensor = packed, outer_pack(kept), None
+        kept: Sequence[Tensor] = (self.tensor,)
+        if isinstance(instead, Remade):
+            self.again, kept = instead.again, instead.tensors
+        elif instead is not None:
+            self.packed, kept = instead, (instead.payload,)
+        self.outer, self.tensor = [outer_pack(x) for x in kept], None
 
     def read(self, outer_unpack: Callable[[Any], Tensor]) -> Tensor:
         """The tensor, or what is left of it after rounding."""
         if self.tensor is not None:
             return self.tensor
-        kept = outer_unpack(self.outer)
+        kept = [outer_unpack(x) for x in self.outer]
+        if self.again is not None:
+            return self.again(kept).to(self.dtype).expand(self.shape)
         if self.packed is None:
-            return kept
-        return decode(self.packed._replace(payload=kept), self.dtype).expand(self.shape)
+            return kept[0]
+        return decode(self.packed._replace(payload=kept[0]), self.dtype).expand(self.shape)
 
 
 def keeping(
     own: Cell | None,
-    cells: Sequence[Cell],
+    cells: Sequence[Place],
     reads: Sequence[Tensor],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autoprec.numerics.compilers import made_in_backward
-from autoprec.numerics.keeping import Cell
+from autoprec.numerics.keeping import Cell, Remade
 from autoprec.numerics.packing import Packed, decode
 
 __all__ = ["Kept", "MadeBefore", "Recipe", "Remade", "Step", "Value", "made_again", "open_recipe"]
@@ -41,19 +41,6 @@ class Step:
     function: Callable[..., Tensor]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-
-
-@dataclass(frozen=True, eq=False)
-class Remade:
-    """What stands for a tensor until the backward pass: what autograd keeps of it, and what makes it again of that."""
-
-    tensors: tuple[Tensor, ...]
-    again: Callable[[Sequence[Tensor]], Tensor]
-
-    def seen(self, as_: Callable[[Tensor], Tensor]) -> Remade:
-        """The same for a view of the tensor."""
-        again = self.again  # not `self`, which would hold the tensors after autograd has let go of them
-        return Remade(self.tensors, lambda kept: as_(again(kept)))
 
 
 #: What a product keeps instead of the tensor that it read.
@@ -84,9 +71,9 @@ class Recipe:
         making.uses += 1
 
         def again(tensors: Sequence[Tensor]) -> Tensor:
-            def read() -> list[Tensor]:
-                return [t if how is None else decode(how._replace(payload=t), dtype)
-                        for t, how, dtype in zip(tensors, templates, dtypes, strict=True)]  # fmt: skip
+            def read(place: int) -> Tensor:
+                how = templates[place]
+                return tensors[place] if how is None else decode(how._replace(payload=tensors[place]), dtypes[place])
 
             made = making.result(read)
             # A compiler may lay out what it makes in another way than it says, and looks at it as it is then.
@@ -105,11 +92,11 @@ class _Making:
         self._made: Tensor | None = None
         self._left = 0
 
-    def result(self, read: Callable[[], list[Tensor]]) -> Tensor:
-        """The tensor; held until so many have asked for it as keep it."""
+    def result(self, read: Callable[[int], Tensor]) -> Tensor:
+        """The tensor; held until so many have asked for it as keep it. `read`: the values, by their places."""
         if self._made is None:
             with torch.no_grad(), made_in_backward(self._like):
-                self._made, self._left = self._in_its_layout(self._run(read())), self.uses
+                self._made, self._left = self._in_its_layout(self._run(read)), self.uses
         found, self._left = self._made, self._left - 1
         if self._left == 0:
             self._made = None
@@ -121,27 +108,26 @@ class _Making:
             return made
         return self._like.new_empty_strided(self._shape, self._stride).copy_(made)
 
-    def _run(self, values: list[Tensor]) -> Tensor:
-        results: list[Tensor] = []
+    def _run(self, read: Callable[[int], Tensor]) -> Tensor:
+        values: dict[int, Tensor] = {}  # each from its first reader to its last
+        results: dict[int, Tensor] = {}
 
-        def read(a: Any) -> Any:
+        def given(a: Any) -> Any:
             if isinstance(a, Value):
+                if a.place not in values:
+                    values[a.place] = read(a.place)
                 return values[a.place]
             return results[a.step].to(a.dtype) if isinstance(a, MadeBefore) else a
 
         for k, step in enumerate(self._steps):
-            results.append(step.function(*_each(step.args, read), **_each(dict(step.kwargs), read)))
+            results[k] = step.function(*_each(step.args, given), **_each(dict(step.kwargs), given))
             for there, place in ((values, Value), (results, MadeBefore)):
                 for i in {p[0] for p in _places(step) if isinstance(p, place)} - self._read_after(k, place):
-                    there[i] = _GONE
-        return results[-1]
+                    del there[i]
+        return results[len(self._steps) - 1]
 
     def _read_after(self, step: int, place: type) -> set[int]:
         return {p[0] for s in self._steps[step + 1 :] for p in _places(s) if isinstance(p, place)}
-
-
-#: In the place of what no later step reads.
-_GONE = torch.empty(0)
 
 
 def _places(step: Step) -> list[Value | MadeBefore]:

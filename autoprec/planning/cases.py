@@ -154,8 +154,8 @@ class _Check:
     def remaking(self, at: At, t: PlanTensor, remaking: Remaking) -> None:
         self.amounts(at, remaking, "numel", "noise")
         self.energies((*at, "seconds"), remaking.seconds)
-        if not t.gemms or t.others:
-            raise InputError("only what products alone keep is made again", at=at)
+        if bool(t.gemms) == bool(t.others) or len(t.others) > 1:
+            raise InputError("only what products of matrices keep, or one of two factors, is made again", at=at)
         known = {name for name, _ in remaking.seconds}
         missing = [f for f in self.problem.formats_of(result_of(t.born)) if f not in known]
         if missing:

@@ -201,7 +201,7 @@ class Step:
         for saver in t.others:
             f, then = self.copy(saver.unit), p.backward(saver.moment)
             if f != storage:
-                self.seconds += p.cast_seconds(storage, f, saver.numel)
+                self.seconds += 0.0 if storage == RECOMPUTED else p.cast_seconds(storage, f, saver.numel)
                 size = 0 if saver.in_pieces else saver.numel * bytes_of(f)
                 self.hold(f"{t.id} read again", "read again", then, then, size)
         for moment in t.masks:

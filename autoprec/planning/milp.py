@@ -190,9 +190,8 @@ class Program(Holding):
             for phase in range(p.phase(first), 2 * last):
                 self.workspace.setdefault(phase, []).extend(held)
             self.remade[self.problem.tensor_index[t.id]] = made
-            return
-        maker = copy_of(t.stored_by[1])
-        if not t.in_parts:
+        elif not t.in_parts:
+            maker = copy_of(t.stored_by[1])
             self._one_of(binary, maker, {f: p.cast_seconds(f, storage, t.numel) for f in self.formats(maker)})
         for saver in t.others:
             read = self._read(binary, storage, copy_of(saver.unit), saver.numel)
@@ -232,7 +231,10 @@ class Program(Holding):
 
     def _read(self, binary: int, storage: str, unit: int | None, numel: int) -> list[Cast]:
         """What reading a narrow copy in the unit's format costs, if it is there; what it makes."""
-        seconds = {f: self.problem.cast_seconds(storage, f, numel) for f in self.formats(unit)}
+        formats = self.formats(unit)
+        seconds = dict.fromkeys(formats, 0.0)  # of what is made again, those are counted where it is
+        if storage != RECOMPUTED:
+            seconds = {f: self.problem.cast_seconds(storage, f, numel) for f in formats}
         made = self._one_of(binary, unit, seconds).items()
         return [Cast(read, f, numel) for f, read in made if f != storage]
 

@@ -227,7 +227,8 @@ def _made_from(t: PlanTensor) -> tuple[str, ...]:
 
 #: Why a tensor cannot be made again.
 _NOT_MADE_AGAIN = (
-    "products alone must keep it, and what made it must run again to the same result from what it keeps itself"
+    "products of matrices alone, or one of two factors, must keep it, and what made it must run again to the same"
+    " result from what it keeps itself"
 )
 
 

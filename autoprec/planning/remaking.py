@@ -3,14 +3,16 @@
 An op that keeps what it reads for its own backward pass, and gives the same for the same, may run once more for those
 who would keep its result: they are differentiated before it is. What it reads may be kept narrow; the error of that is
 then one of the result, too, and is taken to be that of the narrowest storage, whatever it is kept in.
+
+Of a gated unit, silu(g)·u into a product, so g and u alone are kept: what the activation makes is made again of g for
+the gradient of u, and what the product reads of both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-
-import numpy as np
+from math import inf, sqrt
 
 from autoprec.devices import Device
 from autoprec.formats import Format, is_operands_only
@@ -24,9 +26,12 @@ __all__ = ["Remakings", "is_repeatable"]
 
 _NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "batch_norm"})
 
+#: The product of two tensors, or of one and a number.
+_PRODUCT = "mul"
+
 #: Kinds that may run again: no random numbers, nothing in place; and they keep what they read (ReLU keeps a bit of its
-#: result, so what it reads is made again first).
-_REPEATABLE = _NORMS | {"gelu", "silu", "mish", "relu"}
+#: result, so what it reads is made again first, and a product with a number nothing).
+_REPEATABLE = _NORMS | {"gelu", "silu", "mish", "relu", _PRODUCT}
 
 #: Ops in a row.
 _MOST_OPS = 3
@@ -39,23 +44,27 @@ def is_repeatable(kind: str) -> bool:
 
 @dataclass(frozen=True)
 class _Chain:
-    """Ops that make a tensor, in order, the root tensors that they start from, and how many elements they read."""
+    """Ops that make a tensor, in order, and what they start from: the kind of the op that reads it, and the root."""
 
     ops: tuple[Op, ...]
-    sources: tuple[str, ...]
-    numel: int
+    reads: tuple[tuple[str, str], ...]
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(root for _, root in self.reads))
 
 
 class Remakings:
-    """How each root tensor may be made again."""
+    """How each root tensor may be made again, for products of matrices and of factors."""
 
     def __init__(self, flow: Flow, device: Device, changed: Collection[str]) -> None:
         """`changed`: roots that an op changes in place."""
         self._graph, self._roots, self._prices = flow.graph, flow.roots, flow.prices
         self._unit_of, self._device, self._changed = flow.unit_of, device, changed
 
-    def of(self, root: str) -> Remaking | None:
-        """None where the tensor cannot be made again, or what that does to gradients cannot be judged."""
+    def of(self, root: str, *, is_factor: bool) -> Remaking | None:
+        """None where the tensor cannot be made again, or what that does to gradients cannot be judged. `is_factor`:
+        whether a product with another tensor reads it."""
         chain = self._chain(root, _MOST_OPS)
         if chain is None:
             return None
@@ -64,8 +73,8 @@ class Remakings:
             return None
         return Remaking(
             made_from=chain.sources,
-            numel=chain.numel,
-            seconds=tuple((f, self._seconds(chain, f)) for f in self._formats(chain.ops[-1])),
+            numel=self._numel(chain) if self._prices.storages else 0,
+            seconds=tuple((f, self._seconds(chain, f, is_factor=is_factor)) for f in self._formats(chain.ops[-1])),
             noise=max((n for n in noise if n is not None), default=0.0),
         )
 
@@ -78,23 +87,28 @@ class Remakings:
             return None
         kept = {root_of[t] for t in op.saves}
         ops: tuple[Op, ...] = (op,)
-        sources: list[str] = []
-        numel = 0
+        reads: list[tuple[str, str]] = []
         for t in op.inputs:
-            spec = graph.tensor_by_id[t]
+            spec, source = graph.tensor_by_id[t], root_of[t]
             if spec.kind is not TensorKind.ACTIVATION:
                 continue
-            if not spec.is_float32 or root_of[t] in self._changed:
+            if not spec.is_float32 or source in self._changed:
                 return None
-            if root_of[t] in kept and root_of[t] != root:
-                sources.append(root_of[t])
-                numel += spec.numel
-                continue
-            before = self._chain(t, most - 1) if root_of[t] == t else None
-            if before is None:
+            keeps = source in kept and source != root
+            # A factor may be made again itself, so what is made of it starts where it does.
+            through = source == t and (op.kind == _PRODUCT or not keeps)
+            before = self._chain(t, most - 1) if through else None
+            if before is not None:
+                ops, reads = (*before.ops, *ops), [*reads, *before.reads]
+            elif keeps and not (through and self._chain(t, _MOST_OPS)):
+                reads.append((op.kind, source))
+            else:
                 return None
-            ops, sources, numel = (*before.ops, *ops), [*sources, *before.sources], numel + before.numel
-        return _Chain(ops, tuple(dict.fromkeys(sources)), numel) if sources else None
+        return _Chain(ops, tuple(reads)) if reads else None
+
+    def _numel(self, chain: _Chain) -> int:
+        """Elements of what it starts from."""
+        return sum(self._graph.tensor_by_id[root].numel for root in chain.sources)
 
     def _formats(self, op: Op) -> tuple[str, ...]:
         """Formats in which the op may have been timed."""
@@ -102,29 +116,38 @@ class Remakings:
         known = {f for f in timed if not is_operands_only(f)}
         return ("fp32", *sorted(known - {"fp32"})) if (op.id, Role.OUTPUT) in self._unit_of else ("fp32",)
 
-    def _seconds(self, chain: _Chain, format_name: str) -> float:
+    def _seconds(self, chain: _Chain, format_name: str, *, is_factor: bool) -> float:
         """All ops once more in this format, and reading what they start from; of a device that was not asked for the
-        forward pass alone, both passes."""
+        forward pass alone, both passes. A compiler makes the tensor where it is read, with what else reads the same:
+        what a product of factors reads is not even written, and of the ops before the last nothing is."""
+        fuses = self._graph.compiled
+        if fuses and is_factor:
+            return 0.0
         total = 0.0
-        for op in chain.ops:
+        for op in chain.ops[-1:] if fuses else chain.ops:
             for f in (format_name, "fp32"):
                 key = (op.timing_key, Role.OUTPUT, f)
                 if key in self._device.seconds_by_key:
                     total += self._device.forward_seconds_by_key.get(key, self._device.seconds_by_key[key])
                     break
-        casts = [self._device.cast_seconds(f.name, format_name, chain.numel) for f in self._prices.storages
+        if fuses:
+            return total
+        casts = [self._device.cast_seconds(f.name, format_name, self._numel(chain)) for f in self._prices.storages
                  if f.name != format_name]  # fmt: skip
         return total + max(casts, default=0.0)
 
     def _noise(self, chain: _Chain, fmt: Format) -> float | None:
-        """Relative variance of the result where all that it is made of is rounded to the format."""
-        total, first = 0.0, chain.ops[0]
-        for root in chain.sources:
+        """Relative variance of the result where all that it is made of is rounded to the format: the sum of what each
+        source adds, whose errors are independent; those of one that is read several times are not."""
+        deviations: dict[str, float] = {}
+        for kind, root in chain.reads:
             values = self._prices.values(root)
             if values is None or values.nonfinite or (not fmt.scaled and values.amax > fmt.max_value):
                 return None
-            if first.kind in _NORMS:
-                total += relative_error(values, fmt)
+            if kind in _NORMS or kind == _PRODUCT:
+                added = relative_error(values, fmt)
             else:
-                total += relative_change(first.kind, values, fmt, current_scale_log2(fmt, values.amax))
-        return total if np.isfinite(total) else None
+                added = relative_change(kind, values, fmt, current_scale_log2(fmt, values.amax))
+            deviations[root] = deviations.get(root, 0.0) + sqrt(added)
+        total = sum(d * d for d in deviations.values())
+        return total if total < inf else None

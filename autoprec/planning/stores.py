@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoprec.devices import Device
 from autoprec.graphs import ATTENTION, Op, Role
@@ -90,9 +90,12 @@ class Stores:
                 return nothing
         wanted = [f.name for f in self._prices.storages if (root, f.name, KEPT) not in self._banned]
         storages = tuple(f for f in wanted if all(f in dict(s.noise) for s in others))
-        remaking = self._remakings.of(root) if self._remakings is not None and not others else None
+        remaking = None
+        if self._remakings is not None and (not others or self._is_factor(root)):
+            remaking = self._remakings.of(root, is_factor=bool(others))
         if remaking is not None:
             storages = (*storages, RECOMPUTED)
+            others = [replace(s, noise=(*s.noise, (RECOMPUTED, remaking.noise))) for s in others]
         if not storages or not makers or (others and root in self._changed):
             return nothing
         return Keeping(
@@ -103,6 +106,11 @@ class Stores:
             masks=tuple(masks),
             remaking=remaking,
         )
+
+    def _is_factor(self, root: str) -> bool:
+        """Whether a product of two tensors, one of them all of this one, is all that keeps it."""
+        savers = [op for _, op in self._savers.get(root, ())]
+        return len(savers) == 1 and savers[0].kind == "mul" and savers[0].inputs.count(root) == 1
 
     def replacements(self, tensors: Iterable[PlanTensor]) -> Iterator[Replacement]:
         """The ops that are ours where they keep one of the tensors narrow."""
@@ -134,13 +142,14 @@ class Stores:
             spec, of_logits = self._graph.tensor_by_id[t], logits and t == op.inputs[0]
             priced = self._of_logits if of_logits else self._of_attention if op.kind == ATTENTION else None
             noise = self._prices.saver_noise(op, t) if priced is None else priced(op, t)
-            if not spec.is_float32 or not noise:
+            if not spec.is_float32 or not (noise or (op.kind == "mul" and not self._prices.storages)):
                 return []
+            times = op.inputs.count(t) if op.kind == "mul" else 1  # each factor is read by itself
             found.append(
                 Saver(
                     moment=moment,
                     unit=unit,
-                    numel=min(spec.numel, self._graph.tensor_by_id[root].numel),  # what repeats is read once
+                    numel=times * min(spec.numel, self._graph.tensor_by_id[root].numel),  # what repeats is read once
                     noise=tuple(noise.items()),
                     reached=self._reached(op, t, self._passing.get(moment, ())),
                     in_pieces=of_logits,

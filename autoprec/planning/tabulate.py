@@ -281,10 +281,11 @@ class Tabulated(PartTables):
     def _others(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
         (storage, unit), in_pieces = pattern.reads
         kept, read = entries.format(storage), self._copy[entries.format(unit)]
-        casts = (kept >= 0) & (kept != read)
+        there = (kept >= 0) & (kept != read)
+        casts = there & (kept != self._again)
         numel, then, place = figures[0], figures[1].astype(np.int64), figures[2].astype(np.int64)
         seconds = np.where(casts, self._cast(np.where(casts, kept, read), read, numel), 0.0)
-        sizes = numel[:, None] * np.array(self._sizes, np.float64)[read] * casts
+        sizes = numel[:, None] * np.array(self._sizes, np.float64)[read] * there
         held = [] if in_pieces else [Held(sizes, then, then)]
         noise = summed(self._any([kept], entries.count), figures[3 : 3 + self._formats])
         return self._group(scopes, entries, seconds, held=tuple(held), rounding=Noise(place, noise))

@@ -88,7 +88,7 @@ class Remaking:
 
     Attributes:
         made_from: ids of the root tensors that it is made of, which others keep.
-        numel: elements of those that are read.
+        numel: elements of those that are read, where they may be kept narrow.
         seconds: by the format in which it is born.
         noise: the relative variance of the result, at most.
     """

@@ -92,7 +92,7 @@ class PlanTensor:
         gemms: the GEMMs that keep it.
         others: the other ops that keep it.
         masks: moments of those that keep one bit per element instead (ReLU).
-        remaking: how it is made again, where that may be; only GEMMs keep it then.
+        remaking: how it is made again, where that may be; only GEMMs keep it then, or one product with another tensor.
         gradient_readers: readers that send a gradient, in forward order; none if its gradient costs no bytes.
         casts_back: whether each cast of it casts a gradient in the backward pass.
         runs: how often a step makes it, and casts it: once more for each activation checkpoint around it; 0 for a
@@ -343,7 +343,7 @@ class Problem(Phases):
     def made_again(self, t: PlanTensor) -> tuple[int, int]:
         """The backward moments between which a tensor that is made again is held: of the last and of the first product
         that would keep it."""
-        moments = [self.backward(self.gemms[k].moment) for k in t.gemms]
+        moments = [self.backward(m) for m in (*(self.gemms[k].moment for k in t.gemms), *(s.moment for s in t.others))]
         return min(moments), max(moments)
 
     def remade_for(self, gemm: Gemm) -> tuple[int, int]:

@@ -83,13 +83,14 @@ class Storing:
         return self.call(With(open_cell, self.plan.storage_of[stored], stored), (value,))
 
     def keep_narrow(self, op: OpNode, main: fx.Node, made: str | None) -> None:
-        """Let the op, written as `main`, keep in cells what the plan keeps narrow, its own result among it."""
+        """Let the op, written as `main`, keep in cells what the plan keeps narrow, its own result among it, and of what
+        is made again a recipe."""
         cells, reads = [], []
         with self.graph.inserting_before(main):
             own = None if made is None else self._open(made, None)
             for node, tensor_id in op.inputs:
                 stored = self._stored(tensor_id)
-                if stored is not None and stored not in self.plan.made_from_of:
+                if stored is not None:
                     found = {self.value[node], *self.casts[node].values()}.intersection(main.all_input_nodes)
                     reads += sorted(found)
                     cells += [self.cell_of(stored, node)] * len(found)

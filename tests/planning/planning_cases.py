@@ -99,6 +99,13 @@ def random_graph(rng: np.random.Generator) -> tuple[Maker, OpGraph]:
         x = live[int(sums.integers(len(live)))]
         total = make.op("sum", OpClass.WIDE, (x,), (rows, 1))
         live.append(make.op("mul", OpClass.POINTWISE, (live[-1], total), shape, saves=(live[-1], total)))
+    gates = np.random.default_rng([rng.bit_generator.seed_seq.entropy, 39])  # type: ignore[attr-defined]
+    if gates.random() < 0.25:  # a factor that may be made again, and a product that may
+        g, u = (live[int(gates.integers(len(live)))] for _ in range(2))
+        h = make.op("gelu", OpClass.POINTWISE, (g,), shape, saves=(g,))
+        live.append(make.op("mul", OpClass.POINTWISE, (h, u), shape, saves=(h, u)))
+        if gates.random() < 0.6:
+            live.append(make.linear(live[-1], width))
     ends = np.random.default_rng([rng.bit_generator.seed_seq.entropy, 35])  # type: ignore[attr-defined]
     if ends.random() < 0.3:
         queries, keys, values = (live[int(ends.integers(len(live)))] for _ in range(3))

@@ -1,0 +1,200 @@
+"""Gated units: an activation times another tensor, into a product. What the first products made is all that is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoprec
+from autoprec.execution.measuring import saved_bytes
+from autoprec.graphs import Role
+from autoprec.plans import RECOMPUTED, Assignment, Plan, Storage
+from tests.test_keeping import rounded
+from tests.test_remaking import planned, remakings, step
+
+
+class Gated(nn.Module):
+    """An activation of one product times another, or parts of one, into a third."""
+
+    def __init__(self, body: Callable[[Gated, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.u, self.b, self.c = (nn.Parameter(torch.randn(n, m) / n**0.5)
+                                          for n, m in ((6, 32), (6, 32), (32, 5), (6, 64)))  # fmt: skip
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x) @ self.b
+
+
+GATES: dict[str, tuple[Callable[[Gated, Tensor], Tensor], dict[str, tuple[str, ...]]]] = {
+    "swiglu": (
+        lambda s, x: F.silu(x @ s.a) * (x @ s.u),
+        {":silu#0": (":matmul#0",), ":mul#0": (":matmul#0", ":matmul#1")},
+    ),
+    "geglu, the other way around": (
+        lambda s, x: (x @ s.u) * F.gelu(x @ s.a),
+        {":gelu#0": (":matmul#1",), ":mul#0": (":matmul#0", ":matmul#1")},
+    ),
+    "of two parts": (
+        lambda s, x: (lambda g, u: F.silu(g) * u)(*(x @ s.c).chunk(2, -1)),
+        {":silu#0": (":matmul#0",), ":mul#0": (":matmul#0",)},
+    ),
+    "ReLU": (lambda s, x: F.relu(x @ s.a) * (x @ s.u), {":mul#0": (":relu#0", ":matmul#1")}),
+    "sigmoid": (lambda s, x: torch.sigmoid(x @ s.a) * (x @ s.u), {":mul#0": (":sigmoid#0", ":matmul#1")}),
+    "a norm": (
+        lambda s, x: F.layer_norm(x @ s.a, (32,)) * (x @ s.u),
+        {":layer_norm#0": (":matmul#0",), ":mul#0": (":matmul#0", ":matmul#1")},
+    ),
+    "with itself": (lambda s, x: (lambda h: h * h)(x @ s.a), {":mul#0": (":matmul#0",)}),
+    "a number": (lambda s, x: 0.5 * F.gelu(x @ s.a), {":mul#0": (":matmul#0",)}),
+    "one row": (
+        lambda s, x: F.silu(x @ s.a) * (x @ s.u)[:1],
+        {":silu#0": (":matmul#0",), ":mul#0": (":matmul#0", ":matmul#1")},
+    ),
+    "three factors": (
+        lambda s, x: F.silu(x @ s.a) * (x @ s.u) * F.gelu(x @ s.u),
+        {":silu#0": (":matmul#0",), ":mul#0": (":matmul#0", ":matmul#1"), ":gelu#0": (":matmul#2",),
+         ":mul#1": (":matmul#0", ":matmul#1", ":matmul#2")},
+    ),
+}  # fmt: skip
+
+
+def gated(name: str, fmt: str, *, narrow: bool = False, recomputed: bool = True) -> tuple[Gated, Plan]:
+    """Everything in a format, and what may be made again made again, or kept; of what it is made in E4M3, or as it
+    is."""
+    body, found = GATES[name]
+    model = Gated(body)
+    autoprec.compile(model, plan=Plan(assignments=()), events=None)
+    model(torch.randn(4, 6))
+    ops = autoprec.session(model).bindings[0].ops
+    assignments = tuple(Assignment(op=op.id, role=r, format=fmt, reason="") for op in ops for r in op.roles
+                        if op.kind not in ("chunk", "getitem"))  # fmt: skip
+    sources = dict.fromkeys(source for some in found.values() for source in some if "matmul" in source)
+    storages = tuple(Storage(tensor=t, format="fp8_e4m3", reason="") for t in sources) if narrow else ()
+    if recomputed:
+        storages += tuple(Storage(tensor=t, format=RECOMPUTED, made_from=s, reason="") for t, s in found.items())
+    return autoprec.unwrap(model), Plan(assignments=assignments, storages=storages)
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", GATES)
+def test_of_a_gated_unit_what_the_products_made_is_kept_alone(name: str, fmt: str) -> None:
+    """With the gradients that it has where all is kept: bitwise (products in FP32, which torch lays out another way, to
+    their last bits)."""
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
+    found, kept = [], []
+    for recomputed in (False, True):
+        model, plan = gated(name, fmt, recomputed=recomputed)
+        found.append(step(model, plan, x))
+        kept.append(saved_bytes(lambda m=model: m(x).square().mean(), [*model.parameters(), x]))  # type: ignore[misc]
+    for a, b in zip(*found, strict=True):
+        if a is not None:
+            assert torch.allclose(a, b, rtol=1e-5, atol=1e-6) if fmt == "fp32" else torch.equal(a, b)
+    item = 4 if fmt == "fp32" else 2
+    gone = len(GATES[name][1]) * 64 * 32 * item
+    assert kept[1] <= kept[0] - gone + 64  # nothing is kept in place of what is made again
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_a_gated_unit_is_read_as_its_rounded_sources_give_it(name: str) -> None:
+    """Its last weight's gradient, against what the same function makes of rounded products."""
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
+    model, plan = gated(name, "fp32", narrow=True)
+    out = step(model, plan, x)
+    plain = Gated(GATES[name][0])
+    upstream = 2.0 / (64 * 5) * (plain.body(plain, x) @ plain.b).detach()
+
+    class Rounds:
+        """In the place of the input: products with it are rounded as they are kept."""
+
+        def __matmul__(self, weight: Tensor) -> Tensor:
+            return rounded((x @ weight).detach(), "fp8_e4m3")
+
+    with torch.no_grad():
+        read = plain.body(plain, Rounds())  # type: ignore[arg-type]
+    expected = read.t() @ upstream
+    kept_as_it_is = [s for some in GATES[name][1].values() for s in some if "matmul" not in s]
+    grad = model.b.grad
+    assert grad is not None
+    if not kept_as_it_is:  # else one factor is exact
+        torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-5)
+    exact = (plain.body(plain, x).t() @ upstream).detach()
+    assert not torch.allclose(grad, exact, rtol=1e-4, atol=1e-5)
+    assert all(torch.isfinite(g).all() for g in out if g is not None)
+
+
+def test_the_gradients_of_both_factors_are_made_with_rounded_sources() -> None:
+    """By hand, in FP32: of u with silu(g), of g with u and silu'(g)."""
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
+    model, plan = gated("swiglu", "fp32", narrow=True)
+    step(model, plan, x)
+    with torch.no_grad():
+        g, u = x @ model.a, x @ model.u
+        upstream = 2.0 / (64 * 5) * (F.silu(g) * u @ model.b) @ model.b.t()
+        g, u = rounded(g, "fp8_e4m3"), rounded(u, "fp8_e4m3")
+        s = torch.sigmoid(g)
+        of_u, of_g = x.t() @ (upstream * g * s), x.t() @ (upstream * u * s * (1 + g * (1 - s)))
+    torch.testing.assert_close(model.u.grad, of_u, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.a.grad, of_g, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "of two parts", "a norm"])
+def test_compiled_too_the_sources_are_kept_alone(name: str) -> None:
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
+    model, plan = gated(name, "bf16", narrow=True)
+    eager = step(model, plan, x)
+    again, _ = gated(name, "bf16", narrow=True)
+    autoprec.compile(again, plan=plan, events=None, backend="inductor")
+    loss = again(x).square().mean()
+    loss.backward()
+    for a, b in zip(eager, [loss.detach(), *(p.grad for p in again.parameters())], strict=True):
+        if a is not None and b is not None:
+            assert float((a - b).norm()) <= 2.0**-6 * float(a.norm())
+    (made,) = autoprec.session(again).lowering.compiled
+    large = {t.tensor for t in made.kept if t.bytes >= 64 * 32}
+    assert large == {s.tensor for s in plan.storages if s.format == "fp8_e4m3"}
+
+
+@pytest.mark.parametrize("storage", [(), ("fp8_e4m3",)])
+@pytest.mark.parametrize("name", GATES)
+def test_gated_units_are_candidates(name: str, storage: tuple[str, ...]) -> None:
+    session = planned(Gated(GATES[name][0]), objective="bytes", storage={"formats": storage})
+    assert remakings(session) == GATES[name][1]
+
+
+class Parts(nn.Module):
+    """One product in three parts: a gate, what it gates, and a factor of the result, transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (nn.Parameter(torch.randn(*s) / s[0] ** 0.5) for s in ((6, 96), (32, 5)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        g, u, v = (x @ self.a).chunk(3, -1)
+        return (F.silu(g) * u * v.unflatten(-1, (4, 8)).transpose(0, 1).transpose(0, 1).flatten(1)) @ self.b
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+@pytest.mark.parametrize("storage", ["bf16", "fp8_e4m3"])
+def test_parts_of_one_memory_are_compiled_as_they_are(storage: str, fmt: str) -> None:
+    """A compiler gives a part a memory of its own; what lies around it there is not the rest of the tensor."""
+    x = torch.randn(64, 6)
+    ops = (":matmul#0", ":silu#0", ":mul#0", ":mul#1", ":matmul#1")
+    roles = {o: tuple(Role) if "matmul" in o else (Role.OUTPUT,) for o in ops}
+    plan = Plan(
+        assignments=tuple(Assignment(op=o, role=r, format=fmt, reason="") for o in ops for r in roles[o]),
+        storages=(Storage(tensor=":matmul#0", format=storage, reason=""),),
+    )
+    found = []
+    for backend in ("eager", "inductor"):
+        model = autoprec.compile(Parts(), plan=plan, events=None, backend=backend)  # type: ignore[arg-type]
+        model(x).square().mean().backward()
+        found.append([p.grad for p in model.parameters()])
+    for eager, compiled in zip(*found, strict=True):
+        assert float((eager - compiled).norm()) <= 2.0**-6 * float(eager.norm())
