@@ -24,10 +24,15 @@ NAMES = (
 )
 
 
-BROKEN = pytest.param("broken", marks=missed_without_bf16("1.034 is predicted"))
+MARKS = {
+    "broken": missed_without_bf16("1.034 is predicted"),
+    # What tanh keeps narrow is counted with the sum of the gradients of what it read, which is made when it is gone:
+    # 1.065 without what is made again, whose peak hides less of it.
+    "skipping": pytest.mark.xfail(strict=True, reason="1.039 and 1.141 are predicted of two mixtures"),
+}
 
 
-@pytest.mark.parametrize("name", [BROKEN if name == "broken" else name for name in NAMES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS[n]) if n in MARKS else n for n in NAMES])
 def test_the_peak_of_what_is_used_in_parts_or_by_several_graphs_is_predicted(name: str) -> None:
     """All in FP32, all in BF16, and two mixtures of the two, with random storages."""
     found = ratios(name, 2)

@@ -44,14 +44,15 @@ def is_repeatable(kind: str) -> bool:
 
 @dataclass(frozen=True)
 class _Chain:
-    """Ops that make a tensor, in order, and what they start from: the kind of the op that reads it, and the root."""
+    """Ops that make a tensor, in order, and what they start from: the kind of the op that reads it, what that reads,
+    and the root of this."""
 
     ops: tuple[Op, ...]
-    reads: tuple[tuple[str, str], ...]
+    reads: tuple[tuple[str, str, str], ...]
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(root for _, root in self.reads))
+        return tuple(dict.fromkeys(root for _, _, root in self.reads))
 
 
 class Remakings:
@@ -87,7 +88,7 @@ class Remakings:
             return None
         kept = {root_of[t] for t in op.saves}
         ops: tuple[Op, ...] = (op,)
-        reads: list[tuple[str, str]] = []
+        reads: list[tuple[str, str, str]] = []
         for t in op.inputs:
             spec, source = graph.tensor_by_id[t], root_of[t]
             if spec.kind is not TensorKind.ACTIVATION:
@@ -101,14 +102,14 @@ class Remakings:
             if before is not None:
                 ops, reads = (*before.ops, *ops), [*reads, *before.reads]
             elif keeps and not (through and self._chain(t, _MOST_OPS)):
-                reads.append((op.kind, source))
+                reads.append((op.kind, t, source))
             else:
                 return None
         return _Chain(ops, tuple(reads)) if reads else None
 
     def _numel(self, chain: _Chain) -> int:
         """Elements of what it starts from."""
-        return sum(self._graph.tensor_by_id[root].numel for root in chain.sources)
+        return sum(self._graph.tensor_by_id[t].numel for t in {t for _, t, _ in chain.reads})
 
     def _formats(self, op: Op) -> tuple[str, ...]:
         """Formats in which the op may have been timed."""
@@ -140,7 +141,7 @@ class Remakings:
         """Relative variance of the result where all that it is made of is rounded to the format: the sum of what each
         source adds, whose errors are independent; those of one that is read several times are not."""
         deviations: dict[str, float] = {}
-        for kind, root in chain.reads:
+        for kind, _, root in chain.reads:
             values = self._prices.values(root)
             if values is None or values.nonfinite or (not fmt.scaled and values.amax > fmt.max_value):
                 return None
