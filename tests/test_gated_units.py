@@ -12,6 +12,10 @@ from torch import Tensor, nn
 import autoprec
 from autoprec.execution.measuring import saved_bytes
 from autoprec.graphs import Role
+from autoprec.planning.evaluator import evaluate
+from autoprec.planning.planner import ask, propose
+from autoprec.planning.solutions import Solution
+from autoprec.planning.uniform import uniform_choice
 from autoprec.plans import RECOMPUTED, Assignment, Plan, Storage
 from tests.test_keeping import rounded
 from tests.test_remaking import planned, remakings, step
@@ -20,11 +24,12 @@ from tests.test_remaking import planned, remakings, step
 class Gated(nn.Module):
     """An activation of one product times another, or parts of one, into a third."""
 
-    def __init__(self, body: Callable[[Gated, Tensor], Tensor]) -> None:
+    def __init__(self, body: Callable[[Gated, Tensor], Tensor], width: int = 32) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.a, self.u, self.b, self.c = (nn.Parameter(torch.randn(n, m) / n**0.5)
-                                          for n, m in ((6, 32), (6, 32), (32, 5), (6, 64)))  # fmt: skip
+        self.a, self.u, self.b, self.c = (
+            nn.Parameter(torch.randn(n, m) / n**0.5) for n, m in ((6, width), (6, width), (width, 5), (6, 2 * width))
+        )
         self.body = body
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,7 +52,7 @@ GATES: dict[str, tuple[Callable[[Gated, Tensor], Tensor], dict[str, tuple[str, .
     "ReLU": (lambda s, x: F.relu(x @ s.a) * (x @ s.u), {":mul#0": (":relu#0", ":matmul#1")}),
     "sigmoid": (lambda s, x: torch.sigmoid(x @ s.a) * (x @ s.u), {":mul#0": (":sigmoid#0", ":matmul#1")}),
     "a norm": (
-        lambda s, x: F.layer_norm(x @ s.a, (32,)) * (x @ s.u),
+        lambda s, x: F.layer_norm(x @ s.a, s.a.shape[1:]) * (x @ s.u),
         {":layer_norm#0": (":matmul#0",), ":mul#0": (":matmul#0", ":matmul#1")},
     ),
     "with itself": (lambda s, x: (lambda h: h * h)(x @ s.a), {":mul#0": (":matmul#0",)}),
@@ -165,6 +170,53 @@ def test_compiled_too_the_sources_are_kept_alone(name: str) -> None:
 def test_gated_units_are_candidates(name: str, storage: tuple[str, ...]) -> None:
     session = planned(Gated(GATES[name][0]), objective="bytes", storage={"formats": storage})
     assert remakings(session) == GATES[name][1]
+
+
+@pytest.mark.parametrize("again", [":silu#0", ":mul#0"])
+def test_the_error_of_what_is_made_again_is_about_what_is_predicted(again: str) -> None:
+    """Of the weight that is multiplied by it or by what it is a factor of, where both sources are kept in E4M3, beyond
+    what these add themselves."""
+    torch.manual_seed(2)
+    data = [torch.randn(64, 6) for _ in range(4)]
+    policy = autoprec.Policy(name="p", formats=["fp32"], objective="bytes", noise={"gradient": 10.0, "loss": 10.0},
+                             storage={"formats": ("fp8_e4m3",)})  # fmt: skip
+    model = Gated(GATES["swiglu"][0])
+    autoprec.compile(model, policy=policy, batches=data, loss_fn=lambda m, x: m(x).square().mean(), events=None)
+    session = autoprec.session(model)
+    proposals = propose(ask(session.graph, session.profile, session.device, policy))
+    problem, weight = proposals.problem, {":silu#0": "u", ":mul#0": "b"}[again]
+    choice = uniform_choice(problem, "fp32").keeping(problem.tensor_index[again], RECOMPUTED)
+    row = next(k for k, r in enumerate(problem.rows) if r.weight == weight)
+    predicted = evaluate(problem, choice).rows[row]
+    choice = choice.keeping(problem.tensor_index[":matmul#0"], "fp8_e4m3")
+    if again == ":mul#0":
+        choice = choice.keeping(problem.tensor_index[":matmul#1"], "fp8_e4m3")
+    plan = proposals.decisions(Solution(choice=choice, evaluation=evaluate(problem, choice), bound=0.0))
+    error, plain, narrow = 0.0, Gated(GATES["swiglu"][0]), Gated(GATES["swiglu"][0])
+    autoprec.compile(narrow, plan=plan, events=None)
+    for x in data:
+        found = []
+        for own in (plain, narrow):
+            own.zero_grad()
+            own(x).square().mean().backward()
+            found.append(dict(own.named_parameters())[weight].grad)
+        error += float((found[0] - found[1]).square().sum()) / len(data)
+    assert error > 0.0 and 0.3 <= predicted / error <= 10.0
+
+
+@pytest.mark.parametrize("formats", [("fp32",), ("fp32", "bf16")])
+@pytest.mark.parametrize("name", ["swiglu", "of two parts", "ReLU", "a norm", "with itself", "a number"])
+def test_the_peak_of_a_gated_unit_is_predicted(name: str, formats: tuple[str, ...]) -> None:
+    data = [torch.randn(2048, 6) for _ in range(2)]
+    policy = autoprec.Policy(name="p", formats=formats, objective="bytes", noise={"gradient": 10.0, "loss": 10.0},
+                             storage={"formats": ("fp8_e4m3",)})  # fmt: skip
+    model = Gated(GATES[name][0], width=256)
+    autoprec.compile(model, policy=policy, batches=data, loss_fn=lambda m, x: m(x).square().mean(), events=None)
+    plan = autoprec.session(model).plan
+    assert plan is not None
+    (mine,) = [c for c in plan.contestants if c.name == "solver"]
+    assert mine.measured is not None and "recomputed" in mine.formats
+    assert mine.predicted.peak_bytes == pytest.approx(mine.measured.peak_bytes, rel=0.01)
 
 
 class Parts(nn.Module):
