@@ -133,6 +133,37 @@ def test_a_gated_unit_is_read_as_its_rounded_sources_give_it(name: str) -> None:
     assert all(torch.isfinite(g).all() for g in out if g is not None)
 
 
+@pytest.mark.parametrize("count", [5, 60])
+def test_of_a_long_product_what_is_planned_is_what_can_be_made(count: int) -> None:
+    """More factors in a row than are made again in a row, and as soon as of a short one: nothing is made of what is
+    made again itself, which a rewritten graph would refuse."""
+
+    def body(s: Gated, x: Tensor) -> Tensor:
+        h = x @ s.a
+        for k in range(count):
+            h = h * torch.tanh(x @ s.u * (k + 1.0) / count)
+        return h
+
+    session = planned(Gated(body), objective="bytes", storage={"formats": ("fp8_e4m3",)})
+    again = remakings(session)
+    assert again and not {s for made_from in again.values() for s in made_from} & set(again)
+    assert session.plan is not None and "recomputed" in {s.format for s in session.plan.storages}
+
+
+def test_second_derivatives_through_a_factor_that_is_made_again() -> None:
+    """What a hook gives back is a part of the graph again: as without it."""
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    found = []
+    for recomputed in (False, True):
+        model, plan = gated("swiglu", "fp32")
+        storages = tuple(s for s in plan.storages if recomputed and s.tensor == ":silu#0")
+        autoprec.compile(model, plan=Plan(assignments=(), storages=storages), events=None)
+        (first,) = torch.autograd.grad(model(x).square().mean(), model.u, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), [model.a, model.u, model.b]))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_the_gradients_of_both_factors_are_made_with_rounded_sources() -> None:
     """By hand, in FP32: of u with silu(g), of g with u and silu'(g)."""
     x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))

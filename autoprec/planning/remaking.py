@@ -62,6 +62,12 @@ class Remakings:
         """`changed`: roots that an op changes in place."""
         self._graph, self._roots, self._prices = flow.graph, flow.roots, flow.prices
         self._unit_of, self._device, self._changed = flow.unit_of, device, changed
+        #: By root and most ops; forward, so that each is found from those before it.
+        self._chains: dict[tuple[str, int], _Chain | None] = {}
+        for op in flow.graph.ops:
+            for root in op.outputs:
+                for most in range(1, _MOST_OPS + 1):
+                    self._chains[root, most] = self._found(root, most)
 
     def of(self, root: str, *, is_factor: bool) -> Remaking | None:
         """None where the tensor cannot be made again, or what that does to gradients cannot be judged. `is_factor`:
@@ -80,9 +86,12 @@ class Remakings:
         )
 
     def _chain(self, root: str, most: int) -> _Chain | None:
+        return self._chains.get((root, most))
+
+    def _found(self, root: str, most: int) -> _Chain | None:
         graph, root_of = self._graph, self._roots.root_of
         op = graph.op_by_id.get(graph.producer.get(root, ""))
-        if op is None or most == 0 or root in self._changed:
+        if op is None or root in self._changed:
             return None
         if not is_repeatable(op.kind) or op.checkpoints or op.outputs != (root,) or op.calls != 1:
             return None

@@ -100,12 +100,8 @@ def random_graph(rng: np.random.Generator) -> tuple[Maker, OpGraph]:
         total = make.op("sum", OpClass.WIDE, (x,), (rows, 1))
         live.append(make.op("mul", OpClass.POINTWISE, (live[-1], total), shape, saves=(live[-1], total)))
     gates = np.random.default_rng([rng.bit_generator.seed_seq.entropy, 39])  # type: ignore[attr-defined]
-    if gates.random() < 0.25:  # a factor that may be made again, and a product that may
-        g, u = (live[int(gates.integers(len(live)))] for _ in range(2))
-        h = make.op("gelu", OpClass.POINTWISE, (g,), shape, saves=(g,))
-        live.append(make.op("mul", OpClass.POINTWISE, (h, u), shape, saves=(h, u)))
-        if gates.random() < 0.6:
-            live.append(make.linear(live[-1], width))
+    if gates.random() < 0.25:
+        live.append(gated(make, live, shape, gates))
     ends = np.random.default_rng([rng.bit_generator.seed_seq.entropy, 35])  # type: ignore[attr-defined]
     if ends.random() < 0.3:
         queries, keys, values = (live[int(ends.integers(len(live)))] for _ in range(3))
@@ -114,6 +110,14 @@ def random_graph(rng: np.random.Generator) -> tuple[Maker, OpGraph]:
         live.append(make.cross_entropy(live[-1]))
     checkpoint_some(make, rng.spawn(1)[0])
     return make, make.graph(live[-1])
+
+
+def gated(make: Maker, live: list[str], shape: tuple[int, int], rng: np.random.Generator) -> str:
+    """A factor that may be made again, and a product that may, if a linear layer reads it."""
+    g, u = (live[int(rng.integers(len(live)))] for _ in range(2))
+    h = make.op("gelu", OpClass.POINTWISE, (g,), shape, saves=(g,))
+    product = make.op("mul", OpClass.POINTWISE, (h, u), shape, saves=(h, u))
+    return make.linear(product, shape[1]) if rng.random() < 0.6 else product
 
 
 def through_parts(make: Maker, x: str, shape: tuple[int, int], rng: np.random.Generator) -> str:
