@@ -66,7 +66,16 @@ class Observations:
             self._observer = StepObserver(structure=structure, explicit_loss=explicit_loss)
         else:
             limit = MONITOR_SAMPLE_LIMIT
-            self._observer = StepObserver(limit=limit, sensitivities=False, structure=structure, summed=summed)
+            self._observer = StepObserver(
+                limit=limit, sensitivities=False, structure=structure, summed=summed, masked=self._masked
+            )
+
+    @property
+    def _masked(self) -> frozenset[tuple[str, str]]:
+        """(tensor, field) of what had elements that were not finite: masks, and what is made of them."""
+        seen = [t for profile in (self.profile, self.window) if profile is not None for t in profile.tensors]
+        values = {(t.id, "values") for t in seen if t.values.nonfinite}
+        return frozenset(values | {(t.id, "gradients") for t in seen if t.gradients and t.gradients.nonfinite})
 
     def run(self, slot: Slot, arguments: Sequence[Any]) -> Any:
         """Run a slot, observed if this step is."""

@@ -318,11 +318,3 @@ def test_layer_norms_in_bf16_differentiate_twice() -> None:
     (of_x, of_weight), (their_x, their_weight) = penalty(layer_norm), penalty(F.layer_norm)
     assert torch.equal(of_x, their_x)
     torch.testing.assert_close(of_weight, their_weight, rtol=9 * 2.0**-8, atol=9 * 2.0**-8)  # sums of 9 in BF16
-
-
-def test_a_sample_picks_its_own_elements_of_other_tensors() -> None:
-    x = torch.randn(300, 64)
-    taken = sample(x, 4096)
-    assert taken.magnitudes.numel() <= 4096 and torch.equal(taken.pick(x).abs(), taken.magnitudes)
-    rows = torch.arange(300).unsqueeze(1).expand(300, 64)
-    assert torch.equal(taken.pick(rows), taken.rows(64))

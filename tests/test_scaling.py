@@ -9,13 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import autoprec
 from autoprec.graphs import OpClass, OpGraph
 from autoprec.monitoring.judging import Judge
 from autoprec.monitoring.scaling import adapted, rescaled
-from autoprec.numerics.histograms import histogram, histograms, reading, sample
 from autoprec.planning.pricing import fp16_gradient_scale_log2
 from autoprec.plans import Assignment, Plan, Region
 from autoprec.profiles import Profile, TensorProfile
@@ -83,31 +82,6 @@ def test_a_shifted_histogram_is_that_of_shifted_numbers(log2: int) -> None:
     shifted, made = seen(x)[0].shifted(log2), seen(x * 2.0**log2)[0]
     assert np.array_equal(shifted.bins, made.bins) and np.array_equal(shifted.moments, made.moments)
     assert (shifted.amax, shifted.nonfinite, shifted.elements) == (made.amax, made.nonfinite, made.elements)
-
-
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_ranges_are_counted_together_as_each_alone(monkeypatch: pytest.MonkeyPatch, on_cpu: bool) -> None:
-    """On another device (here a CPU that says that it is none) the host waits twice for all of them."""
-    shapes: list[tuple[tuple[int, ...], float]] = [((7,), 1.0), ((300, 64), 1e-3), ((3, 100, 200), 1e5), ((0,), 1.0)]
-    given = [torch.randn(shape) * size for shape, size in shapes]
-    given[1][3, 3], given[2][0, 0, 0] = torch.nan, -torch.inf
-    given += [torch.zeros(9), torch.randn(300).bfloat16(), torch.randn(5000).half(), torch.full((3,), torch.nan)]
-    given += [torch.tensor([1e300, 2.0], dtype=torch.float64)]  # beyond what a histogram of FP32 numbers has bins for
-    alone = [histogram(sample(x, 4096)) for x in given]
-    weighted = [histogram(s := sample(x, 4096), torch.ones_like(s.magnitudes)) for x in given]
-    waits: list[str] = []
-    if not on_cpu:
-        monkeypatch.setattr(Tensor, "is_cpu", property(lambda self: False))
-        for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu"):
-            method = getattr(Tensor, name)
-            monkeypatch.setattr(Tensor, name, lambda self, *a, _n=name, _m=method: (waits.append(_n), _m(self, *a))[1])
-    together = histograms([reading(x, 4096) for x in given])
-    assert on_cpu or len(waits) == 2
-    for a, b, c in zip(together, alone, weighted, strict=True):
-        assert np.array_equal(a.bins, b.bins) and np.array_equal(a.moments, b.moments)
-        assert np.array_equal(a.bins, c.bins) and np.allclose(a.moments, c.moments, rtol=1e-12)
-        assert (a.amax, a.nonfinite, a.elements) == (b.amax, b.nonfinite, b.elements)
-    assert histograms([]) == []
 
 
 def test_where_no_scale_suits_the_format_has_to_go() -> None:

@@ -69,6 +69,7 @@ class StepObserver:
         explicit_loss: the loss is given to `output` by the caller; scalar outputs of graphs are not taken for it.
         summed: FQNs of the parameters whose gradients a monitor looks at: those that are made in FP16. All others are
             made in FP32.
+        masked: (tensor, field) of what is known to have elements that are not finite.
     """
 
     def __init__(
@@ -79,8 +80,9 @@ class StepObserver:
         structure: StructureRecorder | None = None,
         explicit_loss: bool = False,
         summed: frozenset[str] = frozenset(),
+        masked: frozenset[tuple[str, str]] = frozenset(),
     ) -> None:
-        self.explicit_loss, self.summed = explicit_loss, summed
+        self.explicit_loss, self.summed, self.masked = explicit_loss, summed, masked
         self.limit, self.sensitivities, self.structure = limit, sensitivities, structure
         self._found: dict[tuple[str, str], RangeHistogram] = {}
         self._waiting: list[tuple[str, str, Reading]] = []
@@ -116,7 +118,8 @@ class StepObserver:
 
     def _read(self, tensor_id: str, field: str, x: Tensor) -> None:
         """Ranges alone: counted later, together with others."""
-        self._waiting.append((tensor_id, field, found := reading(_readable(x), self.limit)))
+        found = reading(_readable(x), self.limit, masked=(tensor_id, field) in self.masked)
+        self._waiting.append((tensor_id, field, found))
         self._waiting_numel += found.magnitudes.numel()
         if self._waiting_numel > (_WAITING_LIMIT_CPU if x.is_cpu else _WAITING_LIMIT):
             self._count()

@@ -47,8 +47,9 @@ class Sample(NamedTuple):
 class Reading(NamedTuple):
     """A sample without weights.
 
-    magnitudes (k,) float32, as in `Sample`; extremes: the largest finite magnitude of the whole tensor, and how many
-    elements of it are not finite: two numbers, or (2,) float64 on a device that the host need not wait for yet.
+    magnitudes (k,) float32, of elements evenly far apart in memory; numel of the whole; extremes: the largest finite
+    magnitude of the whole, and how many elements of it are not finite: two numbers, or (2,) float64 on a device that
+    the host need not wait for yet. There it may be (1,) as well: the largest magnitude, not finite where one is not.
     """
 
     magnitudes: Tensor
@@ -77,22 +78,45 @@ def thinned(taken: Sample, x: Tensor, limit: int) -> Sample:
 
 def sample(x: Tensor, limit: int = SAMPLE_LIMIT) -> Sample:
     """Sample |x| for later weighting; the amax and the count of non-finite elements are of all of x."""
-    found = reading(x, limit)
-    amax, nonfinite = found.extremes.tolist() if isinstance(found.extremes, Tensor) else found.extremes
-    return Sample(found.magnitudes, stride_for(x.shape, limit), found.numel, amax, nonfinite)
+    flat, stride = x.detach().reshape(-1), stride_for(x.shape, limit)
+    amax, nonfinite = float(amax_of(flat)), 0.0
+    if not math.isfinite(amax):
+        amax, nonfinite = _extremes(flat).tolist()
+    return Sample(flat[::stride].float().abs(), stride, flat.numel(), amax, nonfinite)
 
 
-def reading(x: Tensor, limit: int = SAMPLE_LIMIT) -> Reading:
-    """Sample |x|; a device is not waited for."""
-    flat = x.detach().reshape(-1)
-    magnitudes, numel = flat[:: stride_for(x.shape, limit)].float().abs(), flat.numel()
-    if numel == 0 or flat.is_cpu:
-        amax = float(amax_of(flat)) if numel else 0.0
+def reading(x: Tensor, limit: int = SAMPLE_LIMIT, *, masked: bool = False) -> Reading:
+    """Sample |x|; a device is not waited for. `masked`: elements that are not finite are expected, and the largest
+    magnitude of the others is asked for at once: six passes over x on a device, where one is enough for all others."""
+    lies = _as_it_lies(x.detach())
+    flat, numel = lies.reshape(-1), x.numel()
+    magnitudes = flat[:: stride_for(lies.shape, limit)].float().abs()
+    if numel == 0:
+        return Reading(magnitudes, 0, (0.0, 0.0))
+    if flat.is_cpu:
+        amax = float(amax_of(flat))
         if math.isfinite(amax):
             return Reading(magnitudes, numel, (amax, 0.0))
+    elif not masked:
+        low, high = torch.aminmax(flat)
+        return Reading(magnitudes, numel, torch.maximum(-low, high).double().reshape(1))
+    times = torch.tensor([1.0, numel / flat.numel()], dtype=torch.float64, device=flat.device)
+    return Reading(magnitudes, numel, _extremes(flat) * times)
+
+
+def _extremes(flat: Tensor) -> Tensor:
+    """The largest finite magnitude, and how many elements are not finite: (2,) float64."""
     finite = flat.isfinite()
-    amax_of_finite = torch.where(finite, flat, 0.0).abs().amax()
-    return Reading(magnitudes, numel, torch.stack([amax_of_finite.double(), (~finite).sum().double()]))
+    return torch.stack([torch.where(finite, flat, 0.0).abs().amax().double(), (~finite).sum().double()])
+
+
+def _as_it_lies(x: Tensor) -> Tensor:
+    """The numbers of x, each as often as any other, in the order in which they lie in memory: what is transposed or
+    expanded need not be copied to be read in one piece."""
+    if x.is_contiguous() or x.layout is not torch.strided or x.numel() == 0:
+        return x
+    y = x.permute(sorted(range(x.dim()), key=x.stride, reverse=True))
+    return y[tuple(slice(1) if step == 0 else slice(None) for step in y.stride())]
 
 
 def histograms(readings: Sequence[Reading]) -> list[RangeHistogram]:
@@ -101,10 +125,11 @@ def histograms(readings: Sequence[Reading]) -> list[RangeHistogram]:
         return []
     sizes = np.array([r.magnitudes.numel() for r in readings])
     x = torch.cat(_in_one_place([r.magnitudes for r in readings])).cpu().numpy()
-    waiting = {i: r.extremes for i, r in enumerate(readings) if isinstance(r.extremes, Tensor)}
-    read = torch.stack(_in_one_place(list(waiting.values()))).tolist() if waiting else []
-    late = dict(zip(waiting, read, strict=True))
-    extremes = [late.get(i, r.extremes) for i, r in enumerate(readings)]
+    parts = np.split(x, np.cumsum(sizes)[:-1])
+    extremes = [
+        known if math.isfinite(known[0]) else _extremes_of_sample(r.numel, part)
+        for r, part, known in zip(readings, parts, _arrived(readings), strict=True)
+    ]
     places = x.view(np.int32) >> 21
     places += np.repeat(np.arange(len(readings), dtype=np.int32) * BINS, sizes)
     if not (finite := np.isfinite(x)).all():
@@ -126,6 +151,21 @@ def histograms(readings: Sequence[Reading]) -> list[RangeHistogram]:
             zip(readings, sizes.tolist(), np.split(there, ends), np.split(sums, ends), extremes, strict=True)
         )
     ]
+
+
+def _arrived(readings: Sequence[Reading]) -> list[tuple[float, float]]:
+    """The extremes of each, of which the largest may be not finite."""
+    waiting = {i: r.extremes for i, r in enumerate(readings) if isinstance(r.extremes, Tensor)}
+    read = iter(torch.cat(_in_one_place(list(waiting.values()))).tolist() if waiting else [])
+    late = {i: (next(read), next(read) if len(extremes) == 2 else 0.0) for i, extremes in waiting.items()}
+    return [r.extremes if isinstance(r.extremes, tuple) else late[i] for i, r in enumerate(readings)]
+
+
+def _extremes_of_sample(numel: int, magnitudes: np.ndarray) -> tuple[float, float]:
+    """Of a tensor of which nobody expected that some elements are not finite, as its sample has it."""
+    finite = magnitudes[np.isfinite(magnitudes)]
+    nonfinite = (magnitudes.size - finite.size) * (numel / magnitudes.size)
+    return float(finite.max(initial=0.0)), max(nonfinite, 1.0)
 
 
 def _in_one_place(parts: list[Tensor]) -> list[Tensor]:
