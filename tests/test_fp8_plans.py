@@ -19,6 +19,10 @@ import autoprec
 from autoprec.errors import PlanError
 from autoprec.graphs import Role
 from autoprec.numerics import gemm, products
+from autoprec.planning.evaluator import evaluate
+from autoprec.planning.planner import ask, propose
+from autoprec.planning.solutions import Solution
+from autoprec.planning.uniform import uniform_choice
 from autoprec.plans import Assignment, Plan, Storage
 from autoprec.policies import Policy
 from autoprec.reporting.differences import differences
@@ -204,3 +208,33 @@ def test_the_example_for_gpus_runs_on_a_cpu() -> None:
     rows = {line[:32].strip(): line.split() for line in done.stdout.splitlines()}
     for name in ("autocast bf16 + torch.compile", "autoprec bf16", "autoprec fp8-hopper"):
         assert 4.0 < float(rows[name][len(name.split()) + 3]) < 7.0
+
+
+@pytest.mark.parametrize("storage", ["bf16", "fp8_e4m3", "fp8_e5m2"])
+def test_what_is_kept_finer_than_it_is_read_is_rounded_twice(storage: str) -> None:
+    """The error of a weight's gradient whose product reads its input in E4M3, kept in a format of more bits, of as many
+    or of fewer, is about what is predicted."""
+    torch.manual_seed(0)
+    model, data = Net(), [torch.randn(64, 16) for _ in range(3)]
+    policy = Policy(name="p", formats=("fp32", "fp8_e4m3", "fp8_e5m2"), noise={"gradient": 10.0, "loss": 10.0},
+                    rules=[{"match": "c", "roles": ["grad_weight"], "pin": "fp8_e4m3"}],
+                    storage={"formats": (storage,)})  # fmt: skip
+    plain, calibrated = copy.deepcopy(model), copy.deepcopy(model)
+    autoprec.compile(calibrated, policy=policy, batches=data, loss_fn=lambda m, x: m(x).square().mean(), events=None)
+    session = autoprec.session(calibrated)
+    proposals = propose(ask(session.graph, session.profile, session.device, policy))
+    problem = proposals.problem
+    choice = uniform_choice(problem, "fp32").keeping(problem.tensor_index[":gelu#0"], storage)
+    evaluation = evaluate(problem, choice)
+    plan = proposals.decisions(Solution(choice=choice, evaluation=evaluation, bound=0.0))
+    predicted = evaluation.rows[next(k for k, r in enumerate(problem.rows) if r.weight == "c.weight")]
+    autoprec.compile(model, plan=plan, events=None)
+    error = 0.0
+    for x in data:
+        found = []
+        for own in (plain, model):
+            own.zero_grad()
+            own(x).square().mean().backward()
+            found.append(own.c.weight.grad)
+        error += float((found[0] - found[1]).square().sum()) / len(data)
+    assert 0.75 <= predicted / error <= 1.33

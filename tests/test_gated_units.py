@@ -216,12 +216,12 @@ def test_the_error_of_what_is_made_again_is_about_what_is_predicted(again: str) 
     session = autoprec.session(model)
     proposals = propose(ask(session.graph, session.profile, session.device, policy))
     problem, weight = proposals.problem, {":silu#0": "u", ":mul#0": "b"}[again]
-    choice = uniform_choice(problem, "fp32").keeping(problem.tensor_index[again], RECOMPUTED)
-    row = next(k for k, r in enumerate(problem.rows) if r.weight == weight)
-    predicted = evaluate(problem, choice).rows[row]
-    choice = choice.keeping(problem.tensor_index[":matmul#0"], "fp8_e4m3")
+    sources = uniform_choice(problem, "fp32").keeping(problem.tensor_index[":matmul#0"], "fp8_e4m3")
     if again == ":mul#0":
-        choice = choice.keeping(problem.tensor_index[":matmul#1"], "fp8_e4m3")
+        sources = sources.keeping(problem.tensor_index[":matmul#1"], "fp8_e4m3")
+    choice = sources.keeping(problem.tensor_index[again], RECOMPUTED)
+    row = next(k for k, r in enumerate(problem.rows) if r.weight == weight)
+    predicted = evaluate(problem, choice).rows[row] - evaluate(problem, sources).rows[row]
     plan = proposals.decisions(Solution(choice=choice, evaluation=evaluate(problem, choice), bound=0.0))
     error, plain, narrow = 0.0, Gated(GATES["swiglu"][0]), Gated(GATES["swiglu"][0])
     autoprec.compile(narrow, plan=plan, events=None)
@@ -281,3 +281,30 @@ def test_parts_of_one_memory_are_compiled_as_they_are(storage: str, fmt: str) ->
         found.append([p.grad for p in model.parameters()])
     for eager, compiled in zip(*found, strict=True):
         assert float((eager - compiled).norm()) <= 2.0**-6 * float(eager.norm())
+
+
+@pytest.mark.parametrize("again", [":silu#0", ":mul#0"])
+def test_what_is_made_of_tensors_that_are_kept_as_they_are_has_no_error(again: str) -> None:
+    """Neither predicted nor found."""
+    torch.manual_seed(2)
+    data = [torch.randn(64, 6) for _ in range(2)]
+    policy = autoprec.Policy(name="p", formats=["fp32"], objective="bytes", noise={"gradient": 10.0, "loss": 10.0},
+                             storage={"formats": ("fp8_e4m3",)})  # fmt: skip
+    model = Gated(GATES["swiglu"][0])
+    autoprec.compile(model, policy=policy, batches=data, loss_fn=lambda m, x: m(x).square().mean(), events=None)
+    session = autoprec.session(model)
+    proposals = propose(ask(session.graph, session.profile, session.device, policy))
+    problem, plain = proposals.problem, uniform_choice(proposals.problem, "fp32")
+    choice = plain.keeping(problem.tensor_index[again], RECOMPUTED)
+    assert evaluate(problem, choice).rows == evaluate(problem, plain).rows
+    plan = proposals.decisions(Solution(choice=choice, evaluation=evaluate(problem, choice), bound=0.0))
+    found = []
+    for own in (Gated(GATES["swiglu"][0]), Gated(GATES["swiglu"][0])):
+        if found:
+            autoprec.compile(own, plan=plan, events=None)
+        own(data[0]).square().mean().backward()
+        found.append({n: p.grad for n, p in own.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        # Products whose input is made again add up in another order than torch's own.
+        torch.testing.assert_close(found[1][name], gradient, rtol=0.0, atol=1e-6 * float(gradient.abs().max()))

@@ -398,11 +398,12 @@ def test_the_error_is_about_what_is_predicted() -> None:
     for i, t in enumerate(problem.tensors):
         if t.remaking is None:
             continue
-        choice = uniform_choice(problem, "fp32").keeping(i, RECOMPUTED)
-        sources = [problem.tensor_index[s] for s in t.remaking.made_from]
-        predicted = evaluate(problem, choice).rows
-        for s in sources:
-            choice = choice.keeping(s, "fp8_e4m3")
+        choice = uniform_choice(problem, "fp32")
+        for s in t.remaking.made_from:
+            choice = choice.keeping(problem.tensor_index[s], "fp8_e4m3")
+        of_sources = evaluate(problem, choice).rows
+        choice = choice.keeping(i, RECOMPUTED)
+        predicted = [a - b for a, b in zip(evaluate(problem, choice).rows, of_sources, strict=True)]
         plan = proposals.decisions(Solution(choice=choice, evaluation=evaluate(problem, choice), bound=0.0))
         narrow = copy.deepcopy(study.model)
         autoprec.compile(narrow, plan=plan, events=None)

@@ -152,7 +152,15 @@ class _Check:
             raise InputError("a part is kept as the tensor that it is of", at=at)
 
     def remaking(self, at: At, t: PlanTensor, remaking: Remaking) -> None:
-        self.amounts(at, remaking, "numel", "noise")
+        self.amounts(at, remaking, "numel")
+        for k, (source, name, relative) in enumerate(remaking.noise):
+            there = self.problem.tensor_index.get(source)
+            if there is None or source not in remaking.made_from:
+                raise InputError(f"it is not made of {source!r}", at=(*at, "noise", k, 0))
+            if self.problem.tensors[there].remaking is not None:
+                raise InputError("a source is kept, and not made again", at=(*at, "noise", k, 0))
+            check_storage(name, InputError, *at, "noise", k, 1)
+            self.amount((*at, "noise", k, 2), relative)
         self.energies((*at, "seconds"), remaking.seconds)
         if bool(t.gemms) == bool(t.others) or len(t.others) > 1:
             raise InputError("only what products of matrices keep, or one of two factors, is made again", at=at)

@@ -8,7 +8,16 @@ from functools import cache
 from autoprec.formats import format_named, held_as, other_operand, result_format
 from autoprec.plans import RECOMPUTED
 
-__all__ = ["bytes_of", "copy_of", "format_of", "of_format", "other_operand_of", "owner", "result_of"]
+__all__ = [
+    "bytes_of",
+    "copy_of",
+    "format_of",
+    "of_format",
+    "other_operand_of",
+    "owner",
+    "result_of",
+    "rounds_again",
+]
 
 
 @cache
@@ -20,6 +29,14 @@ def bytes_of(format_name: str) -> int:
 def of_format(found: Callable[[str], str], name: str) -> str:
     """What goes with a format; with recomputation goes nothing else."""
     return name if name == RECOMPUTED else found(name)
+
+
+@cache
+def rounds_again(storage: str, operand: str) -> bool:
+    """Whether what is kept in a storage is rounded once more where an operand has this format: not by as many bits, of
+    whatever range, since a scale is a power of two."""
+    kept, read = format_named(storage), format_named(operand)
+    return read.mantissa_bits < kept.mantissa_bits
 
 
 #: Beside units, by number, programs speak of what goes with them: 2^30, 2^31 and 2^32 apart.

@@ -8,10 +8,10 @@ from typing import Self
 
 from autoprec.formats import held_as, is_scaled, other_operand, result_format
 from autoprec.graphs import Role
-from autoprec.planning.codes import bytes_of
+from autoprec.planning.codes import bytes_of, rounds_again
 from autoprec.planning.pairs import Part, stages
 from autoprec.planning.solutions import Choice, Evaluation
-from autoprec.planning.uses import Replacement, Use
+from autoprec.planning.uses import Replacement, Saver, Use
 from autoprec.planning.values import Gemm, GradientNode, PlanTensor, Problem
 from autoprec.plans import RECOMPUTED, Violation
 
@@ -340,8 +340,18 @@ class Step:
                 variance[k] += share * passed
             for t, saver in p.savers_at.get(node.moment, ()):
                 for k, share in saver.reached:
-                    variance[k] += share * saver.noise_in(self.stored.get(t))
+                    variance[k] += share * self.saver_noise(t, saver)
         return variance
+
+    def saver_noise(self, tensor: int, saver: Saver) -> float:
+        """The relative variance of how a tensor is kept that one of its savers reads."""
+        return saver.noise_in(self.stored.get(tensor)) + self.inherited(tensor)
+
+    def inherited(self, tensor: int) -> float:
+        """The relative variance that a tensor, made again, has of how what it is made of is kept."""
+        if self.stored.get(tensor) != RECOMPUTED:
+            return 0.0
+        return sum((v for s, f, v in self.problem.inherited.get(tensor, ()) if self.stored.get(s) == f), 0.0)
 
     def rows(self) -> list[float]:
         """E‖δ∇W‖² per weight row."""
@@ -363,10 +373,13 @@ class Step:
         made, g = self.result(gemm.output), self.format(gemm.grad_weight)
         total = gemm.upstream * variance[gemm.variance]
         total += sum(energy for f, energy in gemm.gradient_noise if f in (made, g, result_format(g)))
-        storage = self.storage_of(gemm)
-        if storage is not None:
-            return total + sum(energy for f, energy in gemm.stored_noise if f == storage)
-        read = {self.copy(gemm.output), made, other_operand(g), self.result(self.problem.tensors[gemm.x].born)}
+        storage, operand = self.storage_of(gemm), other_operand(g)
+        if storage is None or storage == RECOMPUTED:  # the same numbers, if what they are made of is kept as it is
+            read = {self.copy(gemm.output), made, operand, self.result(self.problem.tensors[gemm.x].born)}
+            total += gemm.x_energy * self.inherited(gemm.x) if storage is not None else 0.0
+        else:
+            total += sum(energy for f, energy in gemm.stored_noise if f == storage)
+            read = {operand} if rounds_again(storage, operand) else set()
         return total + sum(energy for f, energy in gemm.x_noise if f in read)
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from autoprec.formats import is_scaled, result_format
 from autoprec.graphs import Role
 from autoprec.planning.backward_rows import Cast, CopyHeld, Operand, backward_of, plain_product
-from autoprec.planning.codes import bytes_of, copy_of, other_operand_of, result_of
+from autoprec.planning.codes import bytes_of, copy_of, other_operand_of, result_of, rounds_again
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
 from autoprec.planning.holding import Holding
 from autoprec.planning.linear import Linear
@@ -54,6 +54,7 @@ class Program(Holding):
         self._live: dict[_DemandKey, dict[str, Linear]] = {}
         self.workspace: dict[int, list[CopyHeld]] = {}
         self.remade: dict[int, dict[str, Linear]] = {}
+        self._of_sources: dict[int, list[tuple[Linear, float]]] = {}
         #: By GEMM, of the operands of its two products in the order in which they are cast.
         self.of_gemm: dict[int, tuple[list[Operand], list[Operand]]] = {}
         self.result_casts: dict[int, dict[tuple[str, str], Linear]] = {}
@@ -322,9 +323,11 @@ class Program(Holding):
                     total[k].add(passed, share / self._worst[k])
             for t, saver in self.problem.savers_at.get(node.moment, ()):
                 for k, share in saver.reached:
-                    for f, relative in saver.noise:
-                        if self._worst[k] > 0.0:
+                    if self._worst[k] > 0.0:
+                        for f, relative in saver.noise:
                             total[k].add(self.s[t, f], share * relative / self._worst[k])
+                        for event, relative in self._inherited(t):
+                            total[k].add(event, share * relative / self._worst[k])
         own = set(self.v)
         for variable, expression in zip(self.v, total, strict=True):
             for k, factor in expression.terms.items():
@@ -343,16 +346,38 @@ class Program(Holding):
                 for f, energy in gemm.gradient_noise:
                     event = self.any_of([self.is_in(u, f) for u in (made, g, result_of(g))])
                     total.add(event, min(energy / row.limit, _CAP))
-                spared = self.stores(gemm)
-                units = (copy_of(gemm.output), made, other_operand_of(g), result_of(p.tensors[gemm.x].born))
-                read = self.copies({f: 0.0 for f, _ in gemm.x_noise}, (), units, spared)
-                for f, energy in gemm.x_noise:
-                    total.add(read[f], min(energy / row.limit, _CAP))
-                if spared is not None:
-                    for f, energy in gemm.stored_noise:
-                        total.add(self.s[gemm.x, f], min(energy / row.limit, _CAP))
+                self._operand_noise(gemm, total, row.limit)
             self.at_most(total, 1.0)
             self.charged(total, self._noise)
+
+    def _operand_noise(self, gemm: Gemm, total: Linear, limit: float) -> None:
+        """What rounding its input, and keeping it narrow, adds to a GEMM's weight gradient, as shares of the limit."""
+        t, operand = self.problem.tensors[gemm.x], other_operand_of(gemm.grad_weight)
+        units = (copy_of(gemm.output), result_of(gemm.output), operand, result_of(t.born))
+        mine = gemm.number in t.gemms
+        narrow = [f for f in t.storages if mine and f != RECOMPUTED]
+        spared = Linear()
+        for f in narrow:
+            spared.add(self.s[gemm.x, f])
+        read = self.copies({f: 0.0 for f, _ in gemm.x_noise}, (), units, spared if narrow else None)
+        for f, energy in gemm.x_noise:
+            total.add(read[f], min(energy / limit, _CAP))
+            finer = [Linear(-1.0).add(self.s[gemm.x, kept]).add(self.is_in(operand, f))
+                     for kept in narrow if rounds_again(kept, f)]  # fmt: skip
+            total.add(self.any_of(finer), min(energy / limit, _CAP))
+        if narrow:
+            for f, energy in gemm.stored_noise:
+                total.add(self.s[gemm.x, f], min(energy / limit, _CAP))
+        for event, relative in self._inherited(gemm.x) if mine else ():
+            total.add(event, min(gemm.x_energy * relative / limit, _CAP))
+
+    def _inherited(self, tensor: int) -> list[tuple[Linear, float]]:
+        """The terms of `Step.inherited`: 1 where they count, and how much."""
+        if tensor not in self._of_sources:
+            noise = self.problem.inherited.get(tensor, ())
+            both = [Linear(-1.0).add(self.s[tensor, RECOMPUTED]).add(self.s[s, f]) for s, f, _ in noise]
+            self._of_sources[tensor] = [(self.any_of([b]), v) for b, (_, _, v) in zip(both, noise, strict=True)]
+        return self._of_sources[tensor]
 
     # Bytes
 

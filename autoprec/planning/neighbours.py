@@ -90,7 +90,7 @@ class Neighbours:
         units = [i for i, (a, b) in enumerate(zip(choice.options, before.options, strict=True)) if a != b]
         touched = {key for u in units for key in self._readers[u]}
         touched |= {key for t, _ in choice.stored ^ before.stored for key in self._storing[t]}
-        step, stored = Step(p, choice), dict(before.stored)
+        step, centre = Step(p, choice), Step(p, before)
         seconds, saved, change, rows = self._seconds, self._saved, self._change.copy(), self._rows.copy()
         loss = sum(self._loss)
         for kind, i in touched:
@@ -98,9 +98,8 @@ class Neighbours:
                 rows += self._gain[i] * (step.rounding(p.nodes[i]) - self._rounding[i])
                 continue
             if kind == "savers":
-                old_storage, new_storage = stored.get(i), step.stored.get(i)
                 for gain, saver in zip(self._saver_gain[i], p.tensors[i].others, strict=True):
-                    rows += gain * (saver.noise_in(new_storage) - saver.noise_in(old_storage))
+                    rows += gain * (step.saver_noise(i, saver) - centre.saver_noise(i, saver))
                 continue
             if kind == "noise":
                 if (row := self._row_of.get(i)) is not None:
@@ -152,6 +151,10 @@ def _readers(problem: Problem) -> tuple[list[set[_Key]], list[set[_Key]]]:
         again = [("gemm", k)] if problem.tensors[gemm.x].remaking is not None else []
         reads(problem.tensors[gemm.x].born, ("noise", k), *again)
         by_tensor[gemm.x] |= {("gemm", k), ("noise", k)}
+    for i, noise in problem.inherited.items():
+        t = problem.tensors[i]
+        for source, _, _ in noise:
+            by_tensor[source] |= {("noise", k) for k in t.gemms} | ({("savers", i)} if t.others else set())
     for n, node in enumerate(problem.nodes):
         for unit in node.units:
             reads(unit, ("node", n))

@@ -233,11 +233,12 @@ class Prices:
         found = {f.name: relative_variance(op.kind, tensor in op.outputs, values, f) for f in self.storages}
         return {name: variance for name, variance in found.items() if variance is not None}
 
-    def gemm_noise(self, op: Op) -> tuple[dict[str, float], dict[str, float], dict[str, float], float]:
-        """(x by format, x by storage, arriving gradient by format, upstream energy), per step; zeros if unjudged."""
+    def gemm_noise(self, op: Op) -> tuple[dict[str, float], dict[str, float], dict[str, float], float, float]:
+        """(x by format, x by storage, arriving gradient by format, energy of x, upstream energy), per step; zeros if
+        unjudged."""
         x, gradient = self.input_weight_grad(op), self.gradient_weight_grad(op)
         if not self.has_row(op) or self.unjudged(op) or x is None or gradient is None:
-            return {}, {}, {}, 0.0
+            return {}, {}, {}, 0.0, 0.0
         values = self.values(op.inputs[0])
         amax = values.amax if values is not None else x.amax
         steps = self._profile.steps
@@ -249,4 +250,4 @@ class Prices:
             f.name: error_energy(gradient, f, self._scale(f, scaling if f.scaled else gradient)) / steps
             for f in self.narrow
         }
-        return x_noise, stored, arriving, gradient.energy / steps
+        return x_noise, stored, arriving, x.energy / steps, gradient.energy / steps

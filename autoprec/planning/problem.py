@@ -193,7 +193,7 @@ class _Builder:
             ops=(*(op.id for op in graph.ops), *([_LOSS] if graph.loss_bytes else [])),
             units=self.units,
             tensors=tensors,
-            gemms=self.products.gemms(index, tensors),
+            gemms=self.products.gemms(index),
             nodes=self.nodes,
             rows=self.products.rows(float(policy.noise.gradient), self.activations),
             variances=self.variances,

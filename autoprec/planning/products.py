@@ -9,10 +9,8 @@ from autoprec.graphs import Op, Role
 from autoprec.planning.activations import Activations
 from autoprec.planning.flow import Flow
 from autoprec.planning.standing import passing_bytes, readers_of_parameters
-from autoprec.planning.uses import Remaking
-from autoprec.planning.values import Gemm, PlanTensor, Unit, WeightRow
+from autoprec.planning.values import Gemm, Unit, WeightRow
 from autoprec.planning.workspaces import mixed_workspace, places_read
-from autoprec.plans import RECOMPUTED
 
 __all__ = ["Products"]
 
@@ -27,18 +25,15 @@ class Products:
         self._moment = {op.id: i for i, op in enumerate(flow.graph.ops)}
         self._several = readers_of_parameters(flow.graph, flow.roots)
 
-    def gemms(self, index: Mapping[str, int], tensors: Sequence[PlanTensor]) -> tuple[Gemm, ...]:
+    def gemms(self, index: Mapping[str, int]) -> tuple[Gemm, ...]:
         """`index`: places of root tensors in the problem."""
         places = (index[self._roots.root_of[op.inputs[0]]] for op in self._products)
         pairs = zip(self._products, places, strict=True)
-        return tuple(self._gemm(op, k, x, tensors[x].remaking) for k, (op, x) in enumerate(pairs))
+        return tuple(self._gemm(op, k, x) for k, (op, x) in enumerate(pairs))
 
-    def _gemm(self, op: Op, number: int, x: int, remaking: Remaking | None) -> Gemm:
+    def _gemm(self, op: Op, number: int, x: int) -> Gemm:
         unit = {role: self._unit_of[op.id, role] for role in op.roles}
-        x_noise, stored, arriving, upstream = self._prices.gemm_noise(op)
-        rows = self._prices.input_weight_grad(op)
-        if remaking is not None and stored and rows is not None:  # what is made again is rounded to be read, too
-            stored[RECOMPUTED] = remaking.noise * rows.energy / self._prices.steps + x_noise.get("bf16", 0.0)
+        x_noise, stored, arriving, energy, upstream = self._prices.gemm_noise(op)
         specs = self._graph.tensor_by_id
         needed = self._units[unit[Role.GRAD_INPUT]].needed
         read = op.inputs[:1] if op.weights else tuple(t for t in op.inputs if specs[t].is_float32)
@@ -62,6 +57,7 @@ class Products:
             x_noise=tuple(x_noise.items()),
             stored_noise=tuple(stored.items()),
             gradient_noise=tuple(arriving.items()),
+            x_energy=energy,
             seen_numel=places_read(op, self._graph),
             plain_extra=(self._plain_extra(op, Role.GRAD_INPUT), self._plain_extra(op, Role.GRAD_WEIGHT)),
             summed=self._summed(op),

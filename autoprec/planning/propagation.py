@@ -6,6 +6,7 @@ that of `Step.rows`: triangular, because variance flows from the end of the grap
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -118,7 +119,16 @@ def worst_variances(problem: Problem) -> list[float]:
         passed += sum(share * worst[k] for k, share in node.outputs)
         for k, share in node.inputs:
             worst[k] += share * passed
-        for _, saver in problem.savers_at.get(node.moment, ()):
+        for t, saver in problem.savers_at.get(node.moment, ()):
+            most = max((relative for _, relative in saver.noise), default=0.0)
+            most += sum(_largest_by_source(problem.inherited.get(t, ())))
             for k, share in saver.reached:
-                worst[k] += share * max(relative for _, relative in saver.noise)
+                worst[k] += share * most
     return worst
+
+
+def _largest_by_source(noise: Iterable[tuple[int, str, float]]) -> Iterable[float]:
+    largest: dict[int, float] = {}
+    for source, _, relative in noise:
+        largest[source] = max(largest.get(source, 0.0), relative)
+    return largest.values()

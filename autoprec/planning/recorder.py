@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autoprec.formats import held_as, other_operand, result_format
-from autoprec.planning.codes import bytes_of, of_format
+from autoprec.planning.codes import bytes_of, of_format, rounds_again
 from autoprec.planning.decisions import Decisions
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
 from autoprec.planning.tables import Copies, Entries, Group, Held, Noise, Pattern
@@ -49,6 +49,12 @@ class Recorder:
             np.array([number[of_format(goes_with, f)] for f in decisions.formats], np.int64)
             for goes_with in (result_format, other_operand, held_as)
         )
+        known = [f for f in decisions.formats if f != RECOMPUTED]
+        #: [storage, operand]: `rounds_again`.
+        self._rounds_again = np.zeros((len(decisions.formats),) * 2, np.bool_)
+        for kept in known:
+            for operand in known:
+                self._rounds_again[number[kept], number[operand]] = rounds_again(kept, operand)
         #: The number of what is no format (another than any where nothing is recomputed).
         self._again = number.get(RECOMPUTED, -2)
         n = self._formats

@@ -2,7 +2,7 @@
 
 An op that keeps what it reads for its own backward pass, and gives the same for the same, may run once more for those
 who would keep its result: they are differentiated before it is. What it reads may be kept narrow; the error of that is
-then one of the result, too, and is taken to be that of the narrowest storage, whatever it is kept in.
+then one of the result, too.
 
 Of a gated unit, silu(g)·u into a product, so g and u alone are kept: what the activation makes is made again of g for
 the gradient of u, and what the product reads of both.
@@ -75,14 +75,16 @@ class Remakings:
         chain = self._chain(root, _MOST_OPS)
         if chain is None:
             return None
-        noise = [self._noise(chain, f) for f in self._prices.storages]
-        if None in noise:
+        noise = [(source, f.name, self._noise(chain, source, f))
+                 for source in chain.sources for f in self._prices.storages]  # fmt: skip
+        known = tuple((source, f, added) for source, f, added in noise if added is not None)
+        if len(known) < len(noise):
             return None
         return Remaking(
             made_from=chain.sources,
             numel=self._numel(chain) if self._prices.storages else 0,
             seconds=tuple((f, self._seconds(chain, f, is_factor=is_factor)) for f in self._formats(chain.ops[-1])),
-            noise=max((n for n in noise if n is not None), default=0.0),
+            noise=known,
         )
 
     def _chain(self, root: str, most: int) -> _Chain | None:
@@ -146,18 +148,16 @@ class Remakings:
                  if f.name != format_name]  # fmt: skip
         return total + max(casts, default=0.0)
 
-    def _noise(self, chain: _Chain, fmt: Format) -> float | None:
-        """Relative variance of the result where all that it is made of is rounded to the format: the sum of what each
-        source adds, whose errors are independent; those of one that is read several times are not."""
-        deviations: dict[str, float] = {}
-        for kind, _, root in chain.reads:
-            values = self._prices.values(root)
-            if values is None or values.nonfinite or (not fmt.scaled and values.amax > fmt.max_value):
-                return None
+    def _noise(self, chain: _Chain, source: str, fmt: Format) -> float | None:
+        """Relative variance of the result where one of the things that it is made of is rounded to the format. The
+        errors of several are independent; those of one that is read several times are not."""
+        values = self._prices.values(source)
+        if values is None or values.nonfinite or (not fmt.scaled and values.amax > fmt.max_value):
+            return None
+        deviation = 0.0
+        for kind in (kind for kind, _, root in chain.reads if root == source):
             if kind in _NORMS or kind == _PRODUCT:
-                added = relative_error(values, fmt)
+                deviation += sqrt(relative_error(values, fmt))
             else:
-                added = relative_change(kind, values, fmt, current_scale_log2(fmt, values.amax))
-            deviations[root] = deviations.get(root, 0.0) + sqrt(added)
-        total = sum(d * d for d in deviations.values())
-        return total if total < inf else None
+                deviation += sqrt(relative_change(kind, values, fmt, current_scale_log2(fmt, values.amax)))
+        return deviation**2 if deviation < inf else None

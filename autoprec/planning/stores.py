@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autoprec.devices import Device
 from autoprec.graphs import ATTENTION, Op, Role
@@ -95,7 +95,6 @@ class Stores:
             remaking = self._remakings.of(root, is_factor=bool(others))
         if remaking is not None:
             storages = (*storages, RECOMPUTED)
-            others = [replace(s, noise=(*s.noise, (RECOMPUTED, remaking.noise))) for s in others]
         if not storages or not makers or (others and root in self._changed):
             return nothing
         return Keeping(

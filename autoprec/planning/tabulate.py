@@ -69,7 +69,7 @@ class Tabulated(PartTables):
         makers: dict[str, Callable[..., Group]] = {
             "unit": self._units, "copies": self._copies, "store": self._stores, "other": self._others,
             "ours": self._replacements, "gemm": self._gemms, "noise": self._noises, "node": self._nodes,
-            "narrow": self._narrow,
+            "narrow": self._narrow, "again_row": self._inherited, "again_saver": self._inherited,
         }  # fmt: skip
         for pattern, (scopes, figures) in self._found.items():
             entries = Entries(pattern)
@@ -129,6 +129,7 @@ class Tabulated(PartTables):
             then, place = p.phase(p.backward(saver.moment)), propagation.saver(index, k)
             figures = [saver.numel, then, place, *noise]
             self._record("other", [storage, of(saver.unit)], (saver.in_pieces,), figures)
+            self._inheriting(index, "again_saver", place, 1.0)
 
     def _uses(self, t: PlanTensor, storage: int | None) -> None:
         """One table for a tensor, or several for a few of its readers each."""
@@ -303,6 +304,24 @@ class Tabulated(PartTables):
                      for first, last, more in (figures[k : k + 3] for k in (1, 4, 7)))  # fmt: skip
         return self._group(scopes, entries, np.zeros(ours.shape), -figures[0][:, None] * ours, held=held)
 
+    def _inheriting(self, index: int, kind: str, place: int, factor: float) -> None:
+        """What a tensor that is made again has of each source, where it is read."""
+        by_source: dict[int, list[tuple[str, float]]] = {}
+        for source, f, relative in self.problem.inherited.get(index, ()):
+            by_source.setdefault(source, []).append((f, relative * factor))
+        for source, noise in by_source.items():
+            storages = [self.decisions.storage[index], self.decisions.storage[source]]
+            self._record(kind, storages, (), [place, *self._vector(noise)])
+
+    def _inherited(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
+        ((storage, source),) = pattern.reads
+        again = entries.format(storage) == self._again
+        amount = summed([f & again for f in self._any([entries.format(source)], entries.count)], figures[1:])
+        noise = Noise(figures[0].astype(np.int64), amount)
+        if pattern.kind == "again_row":
+            return self._group(scopes, entries, noise=noise)
+        return self._group(scopes, entries, rounding=noise)
+
     # GEMMs and nodes
 
     def _gemm(self, gemm: Gemm, rows: list[int]) -> None:
@@ -331,6 +350,8 @@ class Tabulated(PartTables):
             self._record("noise", [made, g, born, stored], (storage is not None,),
                          [r, *self._vector(gemm.gradient_noise, limit), *self._vector(gemm.x_noise, limit),
                           *self._vector(gemm.stored_noise, limit)])  # fmt: skip
+            if stored >= 0:
+                self._inheriting(gemm.x, "again_row", r, gemm.x_energy / limit)
 
     def _gemms(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
         places, stored, has_input, has_weight, reads_again, emulated, count = pattern.reads
@@ -415,12 +436,15 @@ class Tabulated(PartTables):
         places, stored = pattern.reads
         own, g, born, kept = (entries.format(place) for place in places)
         made, born = self._result[own], self._result[born]
-        there = kept >= 0 if stored else np.zeros(entries.count, np.bool_)
+        there = (kept >= 0) & (kept != self._again) if stored else np.zeros(entries.count, np.bool_)
         n, row = self._formats, figures[0].astype(np.int64)
         arriving, read, narrow = (figures[1 + k * n : 1 + (k + 1) * n] for k in range(3))
         amount = summed(self._any([made, g, self._result[g]], entries.count), arriving)
         operands = [self._copy[own], made, self._beside[g], born]
-        amount += summed([f & ~there for f in self._any(operands, entries.count)], read)
+        again = there & self._rounds_again[kept, self._beside[g]]
+        operand = self._any([self._beside[g]], entries.count)
+        read_in = [(f & ~there) | (o & again) for f, o in zip(self._any(operands, entries.count), operand, strict=True)]
+        amount += summed(read_in, read)
         amount += summed([f & there for f in self._any([kept], entries.count)], narrow)
         return self._group(scopes, entries, noise=Noise(row, amount))
 

@@ -90,10 +90,11 @@ class Remaking:
         made_from: ids of the root tensors that it is made of, which others keep.
         numel: elements of those that are read, where they may be kept narrow.
         seconds: by the format in which it is born.
-        noise: the relative variance of the result, at most.
+        noise: (source, storage, relative variance): what keeping a source narrow adds to the result. Where all are kept
+            as they are, what is made again is what was there.
     """
 
     made_from: tuple[str, ...]
     numel: int
     seconds: tuple[tuple[str, float], ...]
-    noise: float
+    noise: tuple[tuple[str, str, float], ...]

@@ -175,7 +175,7 @@ class Gemm:
             readers, the next of them makes a new tensor of both. None where it adds in place.
         x_noise: by format, E‖δ∇W‖² per step of rounding x; `stored_noise` by storage, of keeping x in it.
         gradient_noise: by format, of rounding the gradient that arrives.
-        upstream: E‖∇W‖²-like energy that relative variance of the arriving gradient multiplies.
+        x_energy, upstream: E‖∇W‖²-like energy that relative variance of x, or of the arriving gradient, multiplies.
     """
 
     number: int
@@ -193,6 +193,7 @@ class Gemm:
     x_noise: tuple[tuple[str, float], ...] = ()
     stored_noise: tuple[tuple[str, float], ...] = ()
     gradient_noise: tuple[tuple[str, float], ...] = ()
+    x_energy: float = 0.0
     upstream: float = 0.0
     operands_numel: int = 0
     pairs: tuple[tuple[int, int], ...] = ()
@@ -398,6 +399,18 @@ class Problem(Phases):
     def storable(self) -> tuple[int, ...]:
         """Tensors whose storage is decided."""
         return tuple(i for i, t in enumerate(self.tensors) if t.storages)
+
+    @cached_property
+    def inherited(self) -> dict[int, tuple[tuple[int, str, float], ...]]:
+        """By tensor that may be made again, (source, storage, relative variance): `Remaking.noise` of the sources that
+        may be kept so."""
+        found = {}
+        for i in self.storable:
+            remaking = self.tensors[i].remaking
+            noise = () if remaking is None else remaking.noise
+            placed = ((self.tensor_index[source], f, relative) for source, f, relative in noise)
+            found[i] = tuple((s, f, relative) for s, f, relative in placed if f in self.tensors[s].storages)
+        return {i: noise for i, noise in found.items() if noise}
 
     def held_more(self, ours: Replacement) -> Iterator[tuple[str, int, int, int]]:
         """(kind, first phase, last phase, bytes) of what ours holds more than torch's own, below 0 for less."""

@@ -14,7 +14,7 @@ import numpy as np
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.problem import build_problem
 from autoprec.planning.solutions import Choice
-from autoprec.planning.uses import Replacement, Saver, Use
+from autoprec.planning.uses import Remaking, Replacement, Saver, Use
 from autoprec.planning.values import Gemm, GradientNode, PlanTensor, Problem, Unit, WeightRow
 from autoprec.policies import Policy
 from tests.planning.planning_cases import modelled_device, transformer
@@ -204,8 +204,15 @@ class _Stretched:
             stored_by=(self._at(moment, k), self._moved(unit, k)),
             gemms=tuple(g + k * self.gemms.each for g in t.gemms), others=tuple(self._saver(s, k) for s in t.others),
             gradient_readers=self._uses(t.gradient_readers, k),
-            remaking=t.remaking, casts_back=t.casts_back, loss_noise=tuple((f, e * loud) for f, e in t.loss_noise),
+            remaking=None if t.remaking is None else self._remaking(t.remaking, k), casts_back=t.casts_back,
+            loss_noise=tuple((f, e * loud) for f, e in t.loss_noise),
         )  # fmt: skip
+
+    def _remaking(self, remaking: Remaking, k: int) -> Remaking:
+        ids = [f"{t.id}@{n}" for t, n in self._copies(self.tensors, self.template.tensors)]
+        moved = {s: ids[self.template.tensor_index[s] + k * self.tensors.each] for s in remaking.made_from}
+        noise = tuple((moved[s], f, v) for s, f, v in remaking.noise)
+        return replace(remaking, made_from=tuple(moved.values()), noise=noise)
 
     def _variance(self, i: int, k: int) -> int:
         """Those of gradients are numbered as tensors are, those of activations after them."""
