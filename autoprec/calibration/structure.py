@@ -167,7 +167,9 @@ class StructureRecorder:
 
     def _saved(self, record: _Kept) -> None:
         op = record.op
-        own = dict.fromkeys([i for _, i in op.inputs] + list(op.outputs))
+        given, made = [i for _, i in op.inputs], list(op.outputs)
+        # What ran in place here, and will not, keeps its result, if it keeps what has that place.
+        own = dict.fromkeys(made + given if op.functional else given + made)
         seen: set[tuple[int, ...]] = set()
         for x in self._pending:
             pointer = _pointer(x)

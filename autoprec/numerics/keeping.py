@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -177,7 +177,7 @@ def keeping(
     which is its cell from now on."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    outer_pack, outer_unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or (_alone, _as_it_is)
+    outer_pack, outer_unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or (_alone, _unchanged)
     cell_of = {x.untyped_storage()._cdata: cell for cell, x in zip(cells, reads, strict=True)}
     waiting: list[_Kept] = []
     # autograd holds `pack` until the op's backward pass is over, so what `pack` sees must not keep narrow copies alive
@@ -212,10 +212,30 @@ def keeping(
     return result
 
 
-def _alone(x: Tensor) -> Tensor:
+class _AsItWas(NamedTuple):
+    """A tensor that is kept as it is, and its version then; None where nobody counts."""
+
+    tensor: Tensor
+    version: int | None
+
+
+def _alone(x: Tensor) -> Tensor | _AsItWas:
     """The tensor without the graph that it comes from. autograd hands over what an op keeps of its own result as that
     result: kept so, it would keep the op alive and the op it, for ever if no backward pass comes along."""
-    return x if is_traced(x) else x.detach()
+    return x if is_traced(x) else _AsItWas(x.detach(), None if x.is_inference() else x._version)
+
+
+def _unchanged(kept: Tensor | _AsItWas) -> Tensor:
+    """That tensor. autograd counts no versions of what goes through hooks, so its error is ours to raise."""
+    if isinstance(kept, Tensor):
+        return kept
+    x, version = kept
+    if version is not None and x._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation:"
+            f" [{x.dtype}, shape {list(x.shape)}] is at version {x._version}; expected version {version}"
+        )
+    return x
 
 
 def _apart(x: Tensor) -> Tensor:
@@ -224,10 +244,6 @@ def _apart(x: Tensor) -> Tensor:
     if is_traced(x) or x.dtype is not torch.float32 or x.untyped_storage().nbytes() <= x.nbytes:
         return x
     return x.detach().clone()
-
-
-def _as_it_is(x: Any) -> Any:
-    return x
 
 
 def open_cell(x: Tensor | None, storage: str, tensor: str = "") -> Cell:
@@ -255,4 +271,7 @@ def keep_in(cell: Cell, x: Tensor, storage: str) -> Packed | None:
     if not torch.is_grad_enabled():
         return None
     with saved_for_backward(x, cell.tensor):
-        return cell.part(x) or encode(x, storage)
+        part = cell.part(x)
+        if part is None:
+            return encode(x, storage)
+        return part if part.payload.shape == x.shape else part._replace(payload=part.payload.expand(x.shape))

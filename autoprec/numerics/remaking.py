@@ -14,11 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autoprec.numerics.compilers import made_in_backward
+from autoprec.numerics.compilers import is_traced, made_in_backward
 from autoprec.numerics.keeping import Cell, Remade
 from autoprec.numerics.packing import Packed, decode
 
 __all__ = ["Kept", "MadeBefore", "Recipe", "Remade", "Step", "Value", "made_again", "open_recipe"]
+
+
+#: Outside of any backward pass.
+_NO_TASK = -1
 
 
 class Value(NamedTuple):
@@ -48,14 +52,19 @@ Kept = Packed | Remade
 
 
 class Recipe:
-    """Steps, and what is kept of the values that they read: narrow copies, or the values where there is no cell."""
+    """Steps, and what is kept of the values that they read: narrow copies, or the values where there is no cell. Some
+    are numbers."""
 
     def __init__(
-        self, steps: Sequence[Step], values: Sequence[Tensor], cells: Sequence[Cell | None], like: Tensor
+        self, steps: Sequence[Step], values: Sequence[Any], cells: Sequence[Cell | None], like: Tensor
     ) -> None:
-        # Not the values: a recipe lives until its last reader, and they need not.
-        self._kept = [v if cell is None else cell.part(v) or v for v, cell in zip(values, cells, strict=True)]
-        self._dtypes = [v.dtype for v in values]
+        # Not the values: a recipe lives until its last reader, and they need not. Sizes, and numbers that change from
+        # call to call, are no tensors.
+        pairs = [(v, cell) for v, cell in zip(values, cells, strict=True) if isinstance(v, Tensor)]
+        self._numbers = {i: v for i, v in enumerate(values) if not isinstance(v, Tensor)}
+        self._places = {i: k for k, i in enumerate(i for i, v in enumerate(values) if isinstance(v, Tensor))}
+        self._kept = [v if cell is None else cell.part(v) or v for v, cell in pairs]
+        self._read_as = [(v.dtype, v.shape) for v, _ in pairs]
         self._numel = like.numel()
         self._making = _Making(steps, like.new_empty(0), like.shape, like.stride())
 
@@ -64,16 +73,21 @@ class Recipe:
         than that, and is then kept as it is."""
         if not x.numel() or x.untyped_storage().nbytes() != self._numel * x.element_size():
             return None
-        kept, dtypes = self._kept, self._dtypes
+        kept, read_as, numbers, places = self._kept, self._read_as, self._numbers, self._places
         shape, stride, offset = x.shape, x.stride(), x.storage_offset()
         templates = [k._replace(payload=k.payload.new_empty(0)) if isinstance(k, Packed) else None for k in kept]
         making = self._making
         making.uses += 1
 
         def again(tensors: Sequence[Tensor]) -> Tensor:
-            def read(place: int) -> Tensor:
-                how = templates[place]
-                return tensors[place] if how is None else decode(how._replace(payload=tensors[place]), dtypes[place])
+            def read(value: int) -> Any:
+                if value in numbers:
+                    return numbers[value]
+                place = places[value]
+                how, (dtype, of_shape) = templates[place], read_as[place]
+                if how is None:
+                    return tensors[place]
+                return decode(how._replace(payload=tensors[place]), dtype).expand(of_shape)
 
             made = making.result(read)
             # A compiler may lay out what it makes in another way than it says, and looks at it as it is then.
@@ -92,24 +106,33 @@ class _Making:
         self._made: Tensor | None = None
         self._left = 0
 
-    def result(self, read: Callable[[int], Tensor]) -> Tensor:
+    def result(self, read: Callable[[int], Any]) -> Tensor:
         """The tensor; held until so many have asked for it as keep it. `read`: the values, by their places."""
         if self._made is None:
             with torch.no_grad(), made_in_backward(self._like):
                 self._made, self._left = self._in_its_layout(self._run(read)), self.uses
+            self._forget_at_the_end()
         found, self._left = self._made, self._left - 1
         if self._left == 0:
             self._made = None
         return found
 
+    def _forget_at_the_end(self) -> None:
+        """Of the backward pass, in which some of those who keep it may not be differentiated."""
+        if not is_traced(self._like) and torch._C._current_graph_task_id() != _NO_TASK:
+            torch.autograd.Variable._execution_engine.queue_callback(self._forget)  # type: ignore[no-untyped-call]
+
+    def _forget(self) -> None:
+        self._made = None
+
     def _in_its_layout(self, made: Tensor) -> Tensor:
         made = made.to(self._like.dtype)
-        if made.stride() == self._stride:
+        if made.shape == self._shape and made.stride() == self._stride:
             return made
         return self._like.new_empty_strided(self._shape, self._stride).copy_(made)
 
-    def _run(self, read: Callable[[int], Tensor]) -> Tensor:
-        values: dict[int, Tensor] = {}  # each from its first reader to its last
+    def _run(self, read: Callable[[int], Any]) -> Tensor:
+        values: dict[int, Any] = {}  # each from its first reader to its last
         results: dict[int, Tensor] = {}
 
         def given(a: Any) -> Any:
@@ -149,7 +172,7 @@ def _each(arguments: Any, read: Callable[[Any], Any]) -> Any:
 
 
 def open_recipe(
-    values: Sequence[Tensor], cells: Sequence[Cell | None], like: Tensor, steps: Sequence[Step]
+    values: Sequence[Any], cells: Sequence[Cell | None], like: Tensor, steps: Sequence[Step]
 ) -> Recipe | None:
     """A recipe for `like`, opened as soon as that is made; None where no backward will come."""
     return Recipe(steps, values, cells, like) if torch.is_grad_enabled() else None

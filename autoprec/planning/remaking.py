@@ -136,7 +136,7 @@ class Remakings:
         if fuses and is_factor:
             return 0.0
         total = 0.0
-        for op in chain.ops[-1:] if fuses else chain.ops:
+        for op in chain.ops[-1:] if fuses else dict.fromkeys(chain.ops):  # each runs once
             for f in (format_name, "fp32"):
                 key = (op.timing_key, Role.OUTPUT, f)
                 if key in self._device.seconds_by_key:

@@ -108,8 +108,10 @@ class Stores:
 
     def _is_factor(self, root: str) -> bool:
         """Whether a product of two tensors, one of them all of this one, is all that keeps it."""
-        savers = [op for _, op in self._savers.get(root, ())]
-        return len(savers) == 1 and savers[0].kind == "mul" and savers[0].inputs.count(root) == 1
+        savers, root_of = [op for _, op in self._savers.get(root, ())], self._roots.root_of
+        if len(savers) != 1 or savers[0].kind != "mul" or root not in savers[0].inputs:
+            return False
+        return [root_of[t] for t in savers[0].inputs].count(root) == 1
 
     def replacements(self, tensors: Iterable[PlanTensor]) -> Iterator[Replacement]:
         """The ops that are ours where they keep one of the tensors narrow."""

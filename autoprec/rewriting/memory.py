@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from autoprec.graphs import OpClass
 from autoprec.tracing.bindings import Binding
 
-__all__ = ["bases", "changed_in_place", "no_larger"]
+__all__ = ["bases", "changed_in_place", "no_larger", "shared"]
 
 
 def bases(binding: Binding) -> dict[str, str]:
@@ -19,6 +20,18 @@ def bases(binding: Binding) -> dict[str, str]:
         for out in op.outputs
         if out != op.inputs[0][1]
     }
+
+
+def shared(binding: Binding) -> dict[str, str]:
+    """Of `bases`, those whose memory the tensor is in: a view that copies (`flip`, `reshape` of a transposed tensor) is
+    a tensor of its own, kept as its own."""
+    node_of = {tensor_id: n for n, tensor_id in binding.tensor_id.items()}
+
+    def memory(tensor_id: str) -> int | None:
+        value = node_of[tensor_id].meta.get("example_value") if tensor_id in node_of else None
+        return value.untyped_storage()._cdata if isinstance(value, Tensor) and value.layout is torch.strided else None
+
+    return {out: base for out, base in bases(binding).items() if memory(out) == memory(base)}
 
 
 def changed_in_place(binding: Binding) -> set[fx.Node]:

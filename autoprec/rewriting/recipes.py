@@ -40,12 +40,13 @@ class Shown:
 
 def recipe_of(
     tensor: str, made_from: Collection[str], written: Mapping[str, Written], shown: Mapping[fx.Node, Shown],
-    produced: Collection[str], root_of: Callable[[str], str],
+    produced: Collection[str], bases_of: Callable[[str], Collection[str]],
 ) -> tuple[list[Step], list[fx.Node]]:  # fmt: skip
-    """(steps, the values that they read); `produced`: tensors that ops make. `PlanError` where the tensor cannot be
-    made of those that the plan names."""
+    """(steps, the values that they read); `produced`: tensors that ops make; `bases_of`: a tensor and all whose
+    memory it is in. `PlanError` where the tensor cannot be made of those that the plan names."""
     steps: list[Step] = []
     number: dict[str, int] = {}
+    sources = frozenset(made_from)
     values: dict[fx.Node, int] = {}
 
     def make(wanted: str) -> int:
@@ -62,7 +63,7 @@ def recipe_of(
 
     def place(n: fx.Node) -> Any:
         found = shown.get(n)
-        if found is None or found.tensor not in produced or root_of(found.tensor) in made_from:
+        if found is None or found.tensor not in produced or not sources.isdisjoint(bases_of(found.tensor)):
             return Value(values.setdefault(n, len(values)))
         if found.tensor not in number:
             number[found.tensor] = make(found.tensor)

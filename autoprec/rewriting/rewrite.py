@@ -42,7 +42,7 @@ from autoprec.numerics.remaking import made_again
 from autoprec.numerics.specs import NORM_SIGNATURE, fit_scalars, gemm_spec, loss_call, norm_call
 from autoprec.plans import RECOMPUTED, Plan
 from autoprec.rewriting.calls import Method, With, is_copy, is_image, operands
-from autoprec.rewriting.memory import bases, changed_in_place, no_larger
+from autoprec.rewriting.memory import bases, changed_in_place, no_larger, shared
 from autoprec.rewriting.recipes import Shown, Written
 from autoprec.rewriting.storing import Storing
 from autoprec.tracing.bindings import Binding, OpNode
@@ -90,7 +90,7 @@ class _Rewriter(Storing):
         self.region = {op: r.scale_log2 for r in plan.regions for op in r.ops}
         self.region_of_value: dict[fx.Node, int] = {}
         self.saturating = set(plan.saturating)
-        self.base_of = bases(binding)
+        self.base_of, self.memory_of = bases(binding), shared(binding)
         self.touched = changed_in_place(binding)
 
     def run(self) -> Rewritten:

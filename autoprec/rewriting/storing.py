@@ -26,7 +26,7 @@ class Storing:
     plan: Plan
     graph: fx.Graph
     path: CheckpointPath
-    base_of: Mapping[str, str]
+    memory_of: Mapping[str, str]
     value: dict[fx.Node, fx.Node]
     casts: dict[fx.Node, dict[tuple[str, CheckpointPath], fx.Node]]
     call: Callable[..., fx.Node]
@@ -46,7 +46,7 @@ class Storing:
         while current is not None:
             if current in self.plan.storage_of:
                 return current if self.plan.storage_of[current] != AS_IS else None
-            current = self.base_of.get(current)
+            current = self.memory_of.get(current)
         return None
 
     def cell_of(self, stored: str, node: fx.Node) -> fx.Node:
@@ -60,7 +60,7 @@ class Storing:
     def _open_recipe(self, stored: str) -> fx.Node:
         """The recipe of a tensor that the plan has made again."""
         made_from = self.plan.made_from_of[stored]
-        steps, values = recipe_of(stored, made_from, self.written, self.shown, self.produced, self._root_of)
+        steps, values = recipe_of(stored, made_from, self.written, self.shown, self.produced, self._bases_of)
         cells = [self._cell_behind(v) for v in values]
         return self.call(With(open_recipe, steps), (values, cells, self.value[self.node_of[stored]]))
 
@@ -74,10 +74,12 @@ class Storing:
             raise PlanError(f"the plan has a tensor recomputed from {stored}, which is recomputed itself")
         return self.cell_of(stored, self.node_of[tensor])
 
-    def _root_of(self, tensor_id: str) -> str:
-        while (base := self.base_of.get(tensor_id)) is not None:
-            tensor_id = base
-        return tensor_id
+    def _bases_of(self, tensor_id: str) -> list[str]:
+        """The tensor, and all whose memory it is in."""
+        found = [tensor_id]
+        while (base := self.memory_of.get(found[-1])) is not None:
+            found.append(base)
+        return found
 
     def _open(self, stored: str, value: fx.Node | None) -> fx.Node:
         return self.call(With(open_cell, self.plan.storage_of[stored], stored), (value,))
