@@ -24,6 +24,7 @@ from autoprec.errors import InputError
 from autoprec.execution.slots import Slot
 from autoprec.execution.tournament import Tournament
 from autoprec.floors import Turn
+from autoprec.planning.proposals import SOLVER
 from autoprec.plans import Plan
 from autoprec.profiles import Profile
 
@@ -64,6 +65,10 @@ class Replanning:
         """
         plan = self.adopt(first_plan(self))
         self._event("planned", evidence=f"{', '.join(plan.formats_used()) or 'fp32'}; binding: {plan.binding}")
+        solved = next((c.measured for c in plan.contestants if c.name == SOLVER), None)
+        if solved is not None and solved.failure and plan.adopted is not None:
+            told = f"the solver's plan did not run: {solved.failure}; {plan.adopted.name} was adopted"
+            self._event("warning", trigger="contest", evidence=told)
         self._log.assign(self.steps, None, plan)
         _note_run(self)
         return plan

@@ -18,11 +18,13 @@ from autoprec.errors import PlanError, UnsupportedError
 from autoprec.execution.measuring import saved_bytes
 from autoprec.graphs import Role
 from autoprec.numerics import gemm, remaking
+from autoprec.numerics.keeping import Cell
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.planner import ask, make_plan, propose
 from autoprec.planning.solutions import Solution
 from autoprec.planning.uniform import uniform_choice
 from autoprec.plans import RECOMPUTED, Assignment, Plan, Storage
+from autoprec.rewriting import storing
 from autoprec.serial.values import read_plan, write_plan
 from tests import storage_study
 from tests.planning.planning_cases import random_case
@@ -202,11 +204,11 @@ def test_nothing_is_held_once_the_backward_pass_is_over(monkeypatch: pytest.Monk
     model = Chain(F.gelu)
     autoprec.compile(model, plan=plan_of(":gelu#0", "fp32", narrow=True), events=None)
     kept, values = list[StorageWeakRef](), list[StorageWeakRef]()
-    part, opened = remaking.Recipe.part, remaking.Recipe.__init__
+    part = remaking.Recipe.part
 
-    def open_watched(self: remaking.Recipe, steps: object, given: list[Tensor], *rest: object) -> None:
-        opened(self, steps, given, *rest)  # type: ignore[arg-type]
-        values.extend(StorageWeakRef(v.untyped_storage()) for v in given)
+    def hold_watched(cell: Cell, value: Tensor) -> remaking.Held | None:
+        values.append(StorageWeakRef(value.untyped_storage()))
+        return remaking.hold(cell, value)
 
     def watched(self: remaking.Recipe, x: Tensor) -> remaking.Remade | None:
         found = part(self, x)
@@ -215,7 +217,7 @@ def test_nothing_is_held_once_the_backward_pass_is_over(monkeypatch: pytest.Monk
         return found
 
     monkeypatch.setattr(remaking.Recipe, "part", watched)
-    monkeypatch.setattr(remaking.Recipe, "__init__", open_watched)
+    monkeypatch.setattr(storing, "hold", hold_watched)
     loss = model(torch.randn(16, 6)).square().mean()
     assert len(kept) == len(values) == 1
     loss.backward()

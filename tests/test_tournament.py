@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import autoprec
 from autoprec.devices import Device
+from autoprec.errors import PlanError
 from autoprec.execution.measuring import peak_bytes
 from autoprec.execution.replay import CallRecord
 from autoprec.execution.tournament import Tournament, margin_of
@@ -207,6 +208,25 @@ def test_what_overflows_is_not_adopted() -> None:
     found = tournament_of(session).run({"fp32": Plan(assignments=()), "fp16": fp16})
     assert not found["fp32"].failure
     assert "not finite" in found["fp16"].failure
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no kernel"), PlanError("it cannot be written")])
+def test_a_solved_plan_that_does_not_run_is_told(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Another is adopted, and the run goes on."""
+    made = Tournament._contestant
+
+    def refusing(self: Tournament, plan: Plan) -> Any:
+        if not plan.is_identity:
+            raise error
+        return made(self, plan)
+
+    monkeypatch.setattr(Tournament, "_contestant", refusing)
+    batches = [torch.randn(32, 16) for _ in range(2)]
+    session = observed(Stateful(), batches, objective="bytes", formats=["fp32"], storage={"formats": ["fp8_e4m3"]})
+    plan = session.make_plan()
+    assert plan.adopted is not None and plan.adopted.name == "fp32" and plan.is_identity
+    (told,) = [e for e in session.events if e.kind == "warning" and e.trigger == "contest"]
+    assert str(error) in told.evidence and "fp32 was adopted" in told.evidence
 
 
 @pytest.mark.parametrize("n", range(9, 15))

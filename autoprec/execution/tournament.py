@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from autoprec.errors import UnsupportedError
+from autoprec.errors import PlanError, UnsupportedError
 from autoprec.execution.freezing import rounded_as
 from autoprec.execution.lowering import Lowering, Runner
 from autoprec.execution.measuring import peak_bytes
@@ -100,8 +100,9 @@ class Tournament:
             try:
                 modules[name] = self._contestant(plan)
                 outcomes[name] = self._compared(modules[name])
-            # torch's only word for no kernel and for no memory, and what a compiler refuses: not to be adopted.
-            except (RuntimeError, UnsupportedError) as error:
+            # torch's only word for no kernel and for no memory, what a compiler refuses, and what cannot be written:
+            # not to be adopted.
+            except (RuntimeError, UnsupportedError, PlanError) as error:
                 outcomes[name] = Outcome(failure=f"it failed: {str(error).partition(chr(10))[0][:200]}")
             if outcomes[name].failure:
                 modules.pop(name, None)

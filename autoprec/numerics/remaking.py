@@ -18,7 +18,7 @@ from autoprec.numerics.compilers import is_traced, made_in_backward
 from autoprec.numerics.keeping import Cell, Remade
 from autoprec.numerics.packing import Packed, decode
 
-__all__ = ["Kept", "MadeBefore", "Recipe", "Remade", "Step", "Value", "made_again", "open_recipe"]
+__all__ = ["Held", "Kept", "MadeBefore", "Recipe", "Remade", "Step", "Value", "hold", "made_again", "open_recipe"]
 
 
 #: Outside of any backward pass.
@@ -47,24 +47,28 @@ class Step:
     kwargs: Mapping[str, Any]
 
 
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What is kept of a value that a recipe will read, so that the value itself need not wait for the recipe."""
+
+    kept: Tensor | Packed
+    dtype: torch.dtype
+    shape: torch.Size
+
+
 #: What a product keeps instead of the tensor that it read.
 Kept = Packed | Remade
 
 
 class Recipe:
-    """Steps, and what is kept of the values that they read: narrow copies, or the values where there is no cell. Some
-    are numbers."""
+    """Steps, and the values that they read, or what is held of them. Some are numbers."""
 
-    def __init__(
-        self, steps: Sequence[Step], values: Sequence[Any], cells: Sequence[Cell | None], like: Tensor
-    ) -> None:
-        # Not the values: a recipe lives until its last reader, and they need not. Sizes, and numbers that change from
-        # call to call, are no tensors.
-        pairs = [(v, cell) for v, cell in zip(values, cells, strict=True) if isinstance(v, Tensor)]
-        self._numbers = {i: v for i, v in enumerate(values) if not isinstance(v, Tensor)}
-        self._places = {i: k for k, i in enumerate(i for i, v in enumerate(values) if isinstance(v, Tensor))}
-        self._kept = [v if cell is None else cell.part(v) or v for v, cell in pairs]
-        self._read_as = [(v.dtype, v.shape) for v, _ in pairs]
+    def __init__(self, steps: Sequence[Step], values: Sequence[Any], like: Tensor) -> None:
+        # Sizes, and numbers that change from call to call, are no tensors.
+        self._numbers = {i: v for i, v in enumerate(values) if not isinstance(v, (Tensor, Held))}
+        self._places = {i: k for k, i in enumerate(i for i in range(len(values)) if i not in self._numbers)}
+        held = [v if isinstance(v, Held) else Held(v, v.dtype, v.shape) for v in (values[i] for i in self._places)]
+        self._kept, self._read_as = [h.kept for h in held], [(h.dtype, h.shape) for h in held]
         self._numel = like.numel()
         self._making = _Making(steps, like.new_empty(0), like.shape, like.stride())
 
@@ -171,11 +175,14 @@ def _each(arguments: Any, read: Callable[[Any], Any]) -> Any:
     return arguments
 
 
-def open_recipe(
-    values: Sequence[Any], cells: Sequence[Cell | None], like: Tensor, steps: Sequence[Step]
-) -> Recipe | None:
+def hold(cell: Cell, x: Tensor) -> Held | None:
+    """The narrow copy of `x`, for a recipe; None where no backward will come."""
+    return Held(cell.part(x) or x, x.dtype, x.shape) if torch.is_grad_enabled() else None
+
+
+def open_recipe(values: Sequence[Any], like: Tensor, steps: Sequence[Step]) -> Recipe | None:
     """A recipe for `like`, opened as soon as that is made; None where no backward will come."""
-    return Recipe(steps, values, cells, like) if torch.is_grad_enabled() else None
+    return Recipe(steps, values, like) if torch.is_grad_enabled() else None
 
 
 def made_again(recipe: Recipe | None, x: Tensor) -> Remade | None:

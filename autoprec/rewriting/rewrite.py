@@ -273,11 +273,13 @@ class _Rewriter(Storing):
             self.written[own] = Written("relu", torch.relu, (self.value[op.node].all_input_nodes[0],), {})
         elif self.main is not None:
             self.written[own] = Written(op.kind, self.main.target, self.main.args, self.main.kwargs)
+        read = [] if self.main is None else list(self.main.all_input_nodes)
         made = own if own and self._stored(own) == own and own not in self.plan.made_from_of else None
         if self.main is not None:
             self.keep_narrow(op, self.main, made)
         elif made is not None:
             self.cells[made, self.path] = self._open(made, self.value[op.node])
+        self.hold_for_recipes(op, read)
         if own in self.plan.made_from_of and self._stored(own) == own:
             # Now, not at the first reader: until it is opened, a recipe's values live.
             self.cell_of(own, op.node)

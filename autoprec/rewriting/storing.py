@@ -3,14 +3,15 @@ keep."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from autoprec.errors import PlanError
 from autoprec.numerics.keeping import keep_in, keeping, open_cell
-from autoprec.numerics.remaking import open_recipe
+from autoprec.numerics.remaking import hold, open_recipe
+from autoprec.planning.remaking import is_repeatable
 from autoprec.plans import AS_IS, Plan
 from autoprec.rewriting.calls import Method, With
 from autoprec.rewriting.recipes import Shown, Written, recipe_of
@@ -35,6 +36,7 @@ class Storing:
         """`produced`: ids of the tensors that ops make."""
         self.cells: dict[tuple[str, CheckpointPath], fx.Node] = {}
         self.packed: dict[tuple[fx.Node, str, CheckpointPath], fx.Node] = {}
+        self.held: dict[tuple[fx.Node, CheckpointPath], fx.Node] = {}
         self.written: dict[str, Written] = {}
         self.shown: dict[fx.Node, Shown] = {}
         self.node_of: dict[str, fx.Node] = {}
@@ -61,8 +63,25 @@ class Storing:
         """The recipe of a tensor that the plan has made again."""
         made_from = self.plan.made_from_of[stored]
         steps, values = recipe_of(stored, made_from, self.written, self.shown, self.produced, self._bases_of)
-        cells = [self._cell_behind(v) for v in values]
-        return self.call(With(open_recipe, steps), (values, cells, self.value[self.node_of[stored]]))
+        held = [self._held(v) for v in values]
+        return self.call(With(open_recipe, steps), (held, self.value[self.node_of[stored]]))
+
+    def hold_for_recipes(self, op: OpNode, read: Sequence[fx.Node]) -> None:
+        """What this op reads, and keeps, of what the plan has something made again of, as soon as it has run: until a
+        recipe is opened, what it is opened with lives."""
+        sources = {source for made_from in self.plan.made_from_of.values() for source in made_from}
+        for value in read if is_repeatable(op.kind) and sources else ():
+            if value in self.shown and not sources.isdisjoint(self._bases_of(self.shown[value].tensor)):
+                self._held(value)
+
+    def _held(self, value: fx.Node) -> fx.Node:
+        """What a recipe is opened with: the value, or its narrow copy."""
+        cell = self._cell_behind(value)
+        if cell is None:
+            return value
+        if (value, self.path) not in self.held:
+            self.held[value, self.path] = self.call(hold, (cell, value))
+        return self.held[value, self.path]
 
     def _cell_behind(self, value: fx.Node) -> fx.Node | None:
         """The cell that keeps what a value shows; None where that is kept as it is."""
