@@ -196,7 +196,7 @@ class Observations:
         if self.graph is None:
             return
         for record, slot in calls:
-            observer = StepObserver(limit=MONITOR_SAMPLE_LIMIT, sensitivities=False)
+            observer = StepObserver(limit=MONITOR_SAMPLE_LIMIT, sensitivities=False, masked=self._masked)
             template, binding = record.binding.template, record.binding
             origin, changes = template.flat.origin, slot.faults
             with torch.no_grad(), shadow(record):

@@ -15,6 +15,7 @@ from autoprec.execution.measuring import saved_bytes
 from autoprec.graphs import Role
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.planner import ask, propose
+from autoprec.planning.proposals import Question
 from autoprec.planning.solutions import Solution
 from autoprec.planning.uniform import uniform_choice
 from autoprec.plans import RECOMPUTED, Assignment, Plan, Storage
@@ -205,18 +206,26 @@ def test_gated_units_are_candidates(name: str, storage: tuple[str, ...]) -> None
     assert remakings(session) == GATES[name][1]
 
 
+def calibrated(name: str, data: list[Tensor], width: int = 32) -> autoprec.Session:
+    """Of a gated unit in FP32, with storages in E4M3 and room for all noise."""
+    policy = autoprec.Policy(name="p", formats=["fp32"], objective="bytes", noise={"gradient": 1e3, "loss": 1e3},
+                             storage={"formats": ("fp8_e4m3",)})  # fmt: skip
+    model = Gated(GATES[name][0], width=width)
+    autoprec.compile(model, policy=policy, batches=data, loss_fn=lambda m, x: m(x).square().mean(), events=None)
+    return autoprec.session(model)
+
+
+def asked(session: autoprec.Session) -> Question:
+    return ask(session.graph, session.profile, session.device, session.policy)
+
+
 @pytest.mark.parametrize("again", [":silu#0", ":mul#0"])
 def test_the_error_of_what_is_made_again_is_about_what_is_predicted(again: str) -> None:
     """Of the weight that is multiplied by it or by what it is a factor of, where both sources are kept in E4M3, beyond
     what these add themselves."""
     torch.manual_seed(2)
     data = [torch.randn(64, 6) for _ in range(4)]
-    policy = autoprec.Policy(name="p", formats=["fp32"], objective="bytes", noise={"gradient": 10.0, "loss": 10.0},
-                             storage={"formats": ("fp8_e4m3",)})  # fmt: skip
-    model = Gated(GATES["swiglu"][0])
-    autoprec.compile(model, policy=policy, batches=data, loss_fn=lambda m, x: m(x).square().mean(), events=None)
-    session = autoprec.session(model)
-    proposals = propose(ask(session.graph, session.profile, session.device, policy))
+    proposals = propose(asked(calibrated("swiglu", data)))
     problem, weight = proposals.problem, {":silu#0": "u", ":mul#0": "b"}[again]
     sources = uniform_choice(problem, "fp32").keeping(problem.tensor_index[":matmul#0"], "fp8_e4m3")
     if again == ":mul#0":
@@ -258,12 +267,8 @@ def test_the_peak_of_a_gated_unit_is_predicted(name: str, formats: tuple[str, ..
 def test_however_factors_are_kept_the_peak_is_as_predicted(name: str) -> None:
     """What a recipe reads is held as it is kept, and not until the recipe is opened."""
     data = [torch.randn(2048, 6) for _ in range(2)]
-    policy = autoprec.Policy(name="p", formats=("fp32",), objective="bytes", noise={"gradient": 1e3, "loss": 1e3},
-                             storage={"formats": ("fp8_e4m3",)})  # fmt: skip
-    model = Gated(GATES[name][0], width=256)
-    autoprec.compile(model, policy=policy, batches=data, loss_fn=lambda m, x: m(x).square().mean(), events=None)
-    session = autoprec.session(model)
-    proposals = propose(ask(session.graph, session.profile, session.device, policy))
+    session = calibrated(name, data, width=256)
+    proposals = propose(asked(session))
     problem, tournament = proposals.problem, tournament_of(session)
     ways = [[(i, f) for f in ("", *problem.tensors[i].storages)] for i in problem.storable]
     chance = random.Random(0)
@@ -324,12 +329,7 @@ def test_what_is_made_of_tensors_that_are_kept_as_they_are_has_no_error(again: s
     """Neither predicted nor found."""
     torch.manual_seed(2)
     data = [torch.randn(64, 6) for _ in range(2)]
-    policy = autoprec.Policy(name="p", formats=["fp32"], objective="bytes", noise={"gradient": 10.0, "loss": 10.0},
-                             storage={"formats": ("fp8_e4m3",)})  # fmt: skip
-    model = Gated(GATES["swiglu"][0])
-    autoprec.compile(model, policy=policy, batches=data, loss_fn=lambda m, x: m(x).square().mean(), events=None)
-    session = autoprec.session(model)
-    proposals = propose(ask(session.graph, session.profile, session.device, policy))
+    proposals = propose(asked(calibrated("swiglu", data)))
     problem, plain = proposals.problem, uniform_choice(proposals.problem, "fp32")
     choice = plain.keeping(problem.tensor_index[again], RECOMPUTED)
     assert evaluate(problem, choice).rows == evaluate(problem, plain).rows
