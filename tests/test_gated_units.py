@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ import autoprec
 from autoprec.execution.measuring import saved_bytes
 from autoprec.graphs import Role
 from autoprec.planning.evaluator import evaluate
+from autoprec.planning.neighbours import Neighbours
 from autoprec.planning.planner import ask, propose
 from autoprec.planning.proposals import Question
 from autoprec.planning.solutions import Solution
 from autoprec.planning.uniform import uniform_choice
 from autoprec.plans import RECOMPUTED, Assignment, Plan, Storage
+from tests.planning.test_solvers import program_says
 from tests.test_keeping import rounded
 from tests.test_remaking import planned, remakings, step
 from tests.test_tournament import tournament_of
@@ -344,3 +347,19 @@ def test_what_is_made_of_tensors_that_are_kept_as_they_are_has_no_error(again: s
     for name, gradient in found[0].items():
         # Products whose input is made again add up in another order than torch's own.
         torch.testing.assert_close(found[1][name], gradient, rtol=0.0, atol=1e-6 * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize("again", [":silu#0", ":mul#0"])
+def test_the_program_and_neighbours_count_the_noise_of_sources(again: str) -> None:
+    """A limit between the noise of the sources and that with what is made of them: the program's rows forbid it."""
+    torch.manual_seed(2)
+    problem = asked(calibrated("swiglu", [torch.randn(64, 6) for _ in range(2)])).problem
+    sources = uniform_choice(problem, "fp32").keeping(problem.tensor_index[":matmul#0"], "fp8_e4m3")
+    choice = sources.keeping(problem.tensor_index[again], RECOMPUTED)
+    less, more = evaluate(problem, sources).rows, evaluate(problem, choice).rows
+    tight = replace(problem, rows=tuple(
+        replace(row, limit=(a + b) / 2) if b > a else row for row, a, b in zip(problem.rows, less, more, strict=True)
+    ))  # fmt: skip
+    assert more != less and program_says(tight, sources) is not None and program_says(tight, choice) is None
+    alone = uniform_choice(problem, "fp32").keeping(problem.tensor_index[again], RECOMPUTED)
+    assert Neighbours(problem, alone).evaluate(choice).rows == pytest.approx(more)
