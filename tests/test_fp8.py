@@ -16,9 +16,10 @@ from torch import Tensor
 from autoprec.errors import UnsupportedError
 from autoprec.formats import TF32, format_named, is_scaled
 from autoprec.numerics import products
+from autoprec.numerics.convolutions import ConvOptions, conv
 from autoprec.numerics.dtypes import native_formats
 from autoprec.numerics.experts import batched_linear, grouped_linear
-from autoprec.numerics.gemm import ConvOptions, conv, linear, matmul
+from autoprec.numerics.gemm import linear, matmul
 from autoprec.numerics.packing import encode
 from autoprec.numerics.products import GemmSpec, scaled_product
 from tests.test_casts import by_table, sqnr_db

@@ -17,9 +17,10 @@ from autoprec.formats import FORMATS, TF32
 from autoprec.numerics import dtypes
 from autoprec.numerics.casts import enter_region, leave_region, saturating_cast
 from autoprec.numerics.contractions import einsum_contraction
+from autoprec.numerics.convolutions import conv
 from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.experts import grouped_linear
-from autoprec.numerics.gemm import GemmSpec, conv, linear, matmul
+from autoprec.numerics.gemm import GemmSpec, linear, matmul
 from autoprec.numerics.histograms import sample
 from autoprec.numerics.lean import relu_keeping_bits
 from autoprec.numerics.norms import layer_norm

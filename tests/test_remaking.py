@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import autoprec
 from autoprec.errors import PlanError, UnsupportedError
 from autoprec.execution.measuring import saved_bytes
 from autoprec.graphs import Role
-from autoprec.numerics import gemm, remaking
+from autoprec.numerics import convolutions, gemm, remaking
 from autoprec.numerics.keeping import Cell
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.planner import ask, make_plan, propose
@@ -171,13 +172,13 @@ def test_it_is_made_once_for_all_who_read_it(made: list[StorageWeakRef]) -> None
 
 
 @pytest.mark.parametrize(
-    ("layer", "kind", "product"),
-    [(nn.Linear, "linear", "_input_gradient"), (partial(nn.Conv1d, kernel_size=1), "conv1d", "_conv_input_gradient")],
+    ("layer", "kind", "products"),
+    [(nn.Linear, "linear", gemm), (partial(nn.Conv1d, kernel_size=1), "conv1d", convolutions)],
 )
 def test_it_is_gone_before_the_gradient_of_the_input(
     layer: Callable[[int, int], nn.Module],
     kind: str,
-    product: str,
+    products: ModuleType,
     made: list[StorageWeakRef],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -187,13 +188,13 @@ def test_it_is_gone_before_the_gradient_of_the_input(
     roles = [*((op, r) for op in (first, second) for r in Role), ("1:gelu#0", Role.OUTPUT)]
     assignments = tuple(Assignment(op=op, role=r, format="bf16", reason="") for op, r in roles)
     again = Storage(tensor="1:gelu#0", format=RECOMPUTED, made_from=(first,), reason="")
-    make = getattr(gemm, product)
+    make = products._input_gradient
 
     def watched(*args: Any) -> Tensor:
         gone.append([r.expired() for r in made])
         return make(*args)
 
-    monkeypatch.setattr(gemm, product, watched)
+    monkeypatch.setattr(products, "_input_gradient", watched)
     autoprec.compile(model, plan=Plan(assignments=assignments, storages=(again,)), events=None)
     model(torch.randn(4, 8, 8)).square().mean().backward()
     assert gone == [[True]]

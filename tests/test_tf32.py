@@ -22,8 +22,9 @@ from autoprec.execution.measuring import saved_bytes
 from autoprec.formats import TF32, format_named, held_as, is_storage, result_format
 from autoprec.graphs import Role
 from autoprec.numerics import specs
+from autoprec.numerics.convolutions import ConvOptions, conv
 from autoprec.numerics.experts import grouped_linear
-from autoprec.numerics.gemm import ConvOptions, conv, linear, matmul
+from autoprec.numerics.gemm import linear, matmul
 from autoprec.numerics.products import GemmSpec
 from autoprec.numerics.rounding import rounded
 from autoprec.numerics.switches import fp32_arithmetic, tf32_products

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autoprec.numerics.contractions import Contraction, Layout
-from autoprec.numerics.gemm import ConvOptions
+from autoprec.numerics.convolutions import ConvOptions
 from autoprec.numerics.histograms import Sample
 from autoprec.numerics.packing import amax_of
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import grad as conv_grad
 
 from autoprec.numerics.contractions import Contraction, Layout, in_order
-from autoprec.numerics.gemm import ConvOptions, rows_of
+from autoprec.numerics.convolutions import ConvOptions
+from autoprec.numerics.gemm import rows_of
 from autoprec.numerics.histograms import Sample
 
 __all__ = ["RowWeights", "row_weights"]

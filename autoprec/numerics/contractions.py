@@ -9,8 +9,9 @@ from functools import cached_property
 
 from torch import Tensor
 
+from autoprec.numerics.convolutions import ConvOptions, conv
 from autoprec.numerics.experts import batched_linear, grouped_linear
-from autoprec.numerics.gemm import ConvOptions, conv, linear
+from autoprec.numerics.gemm import linear
 from autoprec.numerics.packing import Packed
 from autoprec.numerics.products import GemmSpec
 from autoprec.numerics.remaking import Kept, Remade

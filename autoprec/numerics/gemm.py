@@ -1,4 +1,4 @@
-"""Linears, convolutions and matrix products with a format for each role, and a storage for the input they keep.
+"""Linears and matrix products with a format for each role, and a storage for the input they keep.
 
 Each role rounds its operands to its format (`numerics.products`). Parameters come in as FP32 masters: they are cast
 inside and cast again in the backward pass, so no weight copy is kept. Gradients of parameters are returned in FP32. A
@@ -9,75 +9,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autoprec.formats import is_scaled, other_operand, result_format
-from autoprec.numerics.compilers import is_traced
-from autoprec.numerics.operands import begin, made_in, read_operand, refuse_copies, saved_operand, unscaled
+from autoprec.formats import is_scaled, other_operand
+from autoprec.numerics.operands import (
+    begin,
+    channel_sums,
+    made_in,
+    read_operand,
+    refuse_copies,
+    saved_operand,
+    unscaled,
+)
 from autoprec.numerics.packing import Packed, decode
 from autoprec.numerics.products import GemmSpec, operands_product, rows_times_rows
 from autoprec.numerics.remaking import Kept
 
 __all__ = [
-    "ConvOptions",
     "GemmSpec",
-    "conv",
     "linear",
     "matmul",
     "rows_of",
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConvOptions:
-    """Options of a convolution, each a tuple with one entry per spatial dimension. A transposed one has its weight as
-    (in, out / groups, …)."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-    transposed: bool = False
-    output_padding: tuple[int, ...] = ()
-
-    @property
-    def last(self) -> tuple[bool, tuple[int, ...], int]:
-        """What torch's convolutions take behind the dilation: transposed, output padding, groups."""
-        return self.transposed, self.output_padding or (0,) * len(self.stride), self.groups
-
-
 def rows_of(x: Tensor) -> Tensor:
     """All leading dimensions as one: (…, n) → (rows, n), also where n or the number of rows is 0."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-#: Elements of a narrow tensor that are summed at a time: few enough for the caches, enough for torch to be busy
-#: (docs/measurements/pieces.md).
-_SUMMED_AT_ONCE = 1 << 18
-
-
-def _channel_sums(grad: Tensor, fmt: str) -> Tensor:
-    """Sums over all dimensions but the second (channels), with FP32 accumulation; the weight's gradient is in `fmt`.
-
-    On a CPU they are rounded to BF16 as that gradient is: by rows a seventh of the time (docs/measurements/pieces.md).
-    For sums in FP32 torch makes a copy of a narrow tensor there, so it is given slices of it.
-    """
-    dims = [0, *range(2, grad.dim())]
-    on_cpu = grad.device.type == "cpu"
-    if on_cpu and grad.dtype is torch.bfloat16 and result_format(fmt) == "bf16":
-        return grad.sum(dims)
-    rows = max(1, _SUMMED_AT_ONCE // max(1, grad[:1].numel())) if on_cpu else grad.shape[0]
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    if grad.dtype is wide or is_traced(grad) or grad.shape[0] <= rows:
-        return grad.sum(dims, dtype=wide)
-    total = grad.new_zeros(grad.shape[1], dtype=wide)
-    for part in grad.split(rows):
-        total += part.sum(dims, dtype=wide)
-    return total
 
 
 class _Linear(torch.autograd.Function):
@@ -111,7 +72,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = _input_gradient(spec, flat, weight, ctx.x_dtype).view(*grad.shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[2]:
-            grad_b = unscaled(ctx, _channel_sums(flat, spec.grad_weight), weight.dtype)
+            grad_b = unscaled(ctx, channel_sums(flat, spec.grad_weight), weight.dtype)
         return grad_x, grad_w, grad_b, None, None, None
 
 
@@ -151,112 +112,6 @@ def _columns(x: Tensor | Packed, spec: GemmSpec, fmt: str) -> Tensor | Packed:
     if not isinstance(x, Packed):
         return rows_of(x).t()
     return x._replace(payload=rows_of(x.payload).t())
-
-
-class _Conv(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        operand: Packed | None,
-        kept: Kept | None,
-        spec: GemmSpec,
-        options: ConvOptions,
-    ) -> Tensor:
-        ctx.options = options
-        read = begin(ctx, x, weight, operand, kept, spec)
-        w = spec.operand(weight, other_operand(spec.output))
-        b = None if bias is None else bias.to(spec.result).to(w.dtype)
-        x_read, o = spec.operand(read, spec.output), options
-        with spec.computing(spec.output):
-            return torch.convolution(x_read, w, b, o.stride, o.padding, o.dilation, *o.last).to(spec.result)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        spec: GemmSpec = ctx.spec
-        read, weight = saved_operand(ctx)
-        grad_x = grad_w = grad_b = None
-        refuse_copies(ctx)
-        if read is not None:
-            product = _conv_weight_gradient(spec, ctx.options, grad, read, weight)
-            product = spec.product(product, spec.grad_weight, made_in(spec, grad, weight))
-            grad_w = unscaled(ctx, product, weight.dtype)
-        there = read if isinstance(read, Tensor) and ctx.again is None else None
-        del read  # as in `_Linear`
-        if ctx.needs_input_grad[0]:
-            product = _conv_input_gradient(spec, ctx.options, grad, there, ctx.x_shape, weight)
-            grad_x = spec.product(product, spec.grad_input, ctx.x_dtype)
-        if ctx.needs_input_grad[2]:
-            grad_b = unscaled(ctx, _channel_sums(grad, spec.grad_weight), weight.dtype)
-        return grad_x, grad_w, grad_b, None, None, None, None
-
-
-def _places(o: ConvOptions, weight: Tensor) -> tuple[slice, ...] | None:
-    """Where a convolution reads its input, if its kernel is one place and its stride leaves some out."""
-    if math.prod(weight.shape[2:]) > 1 or math.prod(o.stride) == 1 or any(o.padding) or o.transposed:
-        return None
-    return (slice(None), slice(None), *(slice(None, None, step) for step in o.stride))
-
-
-def _places_read(o: ConvOptions, x: Tensor | Packed, weight: Tensor) -> tuple[Tensor | Packed, ConvOptions]:
-    """The places of its input that a convolution reads, where a kernel of one place leaves some out, and how it then
-    reads them: only those are decoded and cast."""
-    places = _places(o, weight)
-    if places is None:
-        return x, o
-    seen = x._replace(payload=x.payload[places]) if isinstance(x, Packed) else x[places]
-    return seen, replace(o, stride=(1,) * len(o.stride))
-
-
-def _conv_weight_gradient(
-    spec: GemmSpec, options: ConvOptions, grad: Tensor, read: Tensor | Packed, weight: Tensor
-) -> Tensor:
-    """A function of its own, as the next one is, so that what it makes on the way is gone when it returns."""
-    g = spec.operand(spec.gradient(grad, spec.grad_weight), spec.grad_weight)
-    seen, options = _places_read(options, read, weight)
-    x = spec.operand(seen, other_operand(spec.grad_weight))
-    w = torch.empty_like(weight, dtype=x.dtype)  # its shape is all that its own gradient takes of it
-    with spec.computing(spec.grad_weight):
-        return _conv_backward(options, g, x, w, 1)
-
-
-def _conv_input_gradient(
-    spec: GemmSpec, o: ConvOptions, grad: Tensor, read: Tensor | None, shape: torch.Size, weight: Tensor
-) -> Tensor:
-    """The same for the input.
-
-    The input's values do not enter its own gradient, only its shape does: where it is not there, or in another format,
-    which would take a copy, the adjoint convolution is asked for, which is the same kernel.
-    """
-    g = spec.operand(spec.gradient(grad, spec.grad_input), spec.grad_input)
-    w = spec.operand(weight, other_operand(spec.grad_input))
-    with spec.computing(spec.grad_input):
-        if (places := _places(o, weight)) is not None:
-            made = g.new_zeros(shape)
-            seen = made[places]
-            seen.copy_(_conv_adjoint(replace(o, stride=(1,) * len(o.stride)), g, seen.shape, w))
-            return made
-        if read is not None and read.dtype == w.dtype:
-            return _conv_backward(o, g, read, w, 0)
-        return _conv_adjoint(o, g, shape, w)
-
-
-def _conv_adjoint(o: ConvOptions, g: Tensor, shape: torch.Size, w: Tensor) -> Tensor:
-    sizes = zip(shape[2:], g.shape[2:], w.shape[2:], o.stride, o.padding, o.dilation, strict=True)
-    rest = [0 if o.transposed else n - ((m - 1) * s - 2 * p + d * (k - 1) + 1) for n, m, k, s, p, d in sizes]
-    made = torch.convolution(g, w, None, o.stride, o.padding, o.dilation, not o.transposed, rest, o.groups)
-    return made[tuple(map(slice, shape))]
-
-
-def _conv_backward(o: ConvOptions, grad: Tensor, x: Tensor, weight: Tensor, which: int) -> Tensor:
-    mask = [which == 0, which == 1, False]
-    result = torch.ops.aten.convolution_backward(grad, x, weight, None, o.stride, o.padding, o.dilation, *o.last, mask)[
-        which
-    ]
-    assert isinstance(result, Tensor)
-    return result
 
 
 class _Matmul(torch.autograd.Function):
@@ -334,20 +189,6 @@ def linear(
     the output role where that carries a scale, if somebody made it already; the gradient goes to x.
     """
     return _apply(_Linear.apply, x, weight, bias, operand, kept, spec)
-
-
-def conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    kept: Kept | None,
-    spec: GemmSpec,
-    options: ConvOptions,
-    *,
-    operand: Packed | None = None,
-) -> Tensor:
-    """Convolution (1-D to 3-D, or transposed) of a batched input, as torch.convolution defines it."""
-    return _apply(_Conv.apply, x, weight, bias, operand, kept, spec, options)
 
 
 def matmul(a: Tensor, b: Tensor, spec: GemmSpec) -> Tensor:

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoprec.formats import is_scaled
+from autoprec.formats import is_scaled, result_format
+from autoprec.numerics.compilers import is_traced
 from autoprec.numerics.double_backward import refuse_double_backward
 from autoprec.numerics.packing import Packed
 from autoprec.numerics.products import GemmSpec
 from autoprec.numerics.remaking import Kept, Remade
 
-__all__ = ["begin", "made_in", "read_operand", "refuse_copies", "saved_operand", "unscaled"]
+__all__ = ["begin", "channel_sums", "made_in", "read_operand", "refuse_copies", "saved_operand", "unscaled"]
 
 
 def read_operand(x: Tensor, operand: Packed | None, spec: GemmSpec) -> Tensor | Packed:
@@ -21,6 +22,31 @@ def read_operand(x: Tensor, operand: Packed | None, spec: GemmSpec) -> Tensor | 
     if not is_scaled(spec.output):
         return x
     return spec.packed(x if operand is None else operand, spec.output)
+
+
+#: Elements of a narrow tensor that are summed at a time: few enough for the caches, enough for torch to be busy
+#: (docs/measurements/pieces.md).
+_SUMMED_AT_ONCE = 1 << 18
+
+
+def channel_sums(grad: Tensor, fmt: str) -> Tensor:
+    """Sums over all dimensions but the second (channels), with FP32 accumulation; the weight's gradient is in `fmt`.
+
+    On a CPU they are rounded to BF16 as that gradient is: by rows a seventh of the time (docs/measurements/pieces.md).
+    For sums in FP32 torch makes a copy of a narrow tensor there, so it is given slices of it.
+    """
+    dims = [0, *range(2, grad.dim())]
+    on_cpu = grad.device.type == "cpu"
+    if on_cpu and grad.dtype is torch.bfloat16 and result_format(fmt) == "bf16":
+        return grad.sum(dims)
+    rows = max(1, _SUMMED_AT_ONCE // max(1, grad[:1].numel())) if on_cpu else grad.shape[0]
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    if grad.dtype is wide or is_traced(grad) or grad.shape[0] <= rows:
+        return grad.sum(dims, dtype=wide)
+    total = grad.new_zeros(grad.shape[1], dtype=wide)
+    for part in grad.split(rows):
+        total += part.sum(dims, dtype=wide)
+    return total
 
 
 def begin(

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from autoprec.graphs import Role
+from autoprec.numerics.convolutions import ConvOptions
 from autoprec.numerics.dtypes import dtype_of, native_formats
-from autoprec.numerics.gemm import ConvOptions
 from autoprec.numerics.losses import LossOptions
 from autoprec.numerics.norms import NormCall
 from autoprec.numerics.products import GemmSpec

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from autoprec.numerics.contractions import Contraction, Layout, einsum_contraction
-from autoprec.numerics.gemm import ConvOptions
+from autoprec.numerics.convolutions import ConvOptions
 from autoprec.numerics.specs import conv_options
 from autoprec.tracing.kinds import CONVS, GROUPED, kind_of, returns_float32
 

@@ -1,6 +1,6 @@
 """How many elements at a time? `python -m tests.bench.pieces`: packing to E4M3 and sums over channels, on this CPU.
 And what the backward pass of ReLU and dropout is made of, by torch's own comparisons and by bits; and max pooling that
-keeps a byte.
+keeps a byte; and convolutions of a few images at a time.
 
 One thread; sizes take turns, round by round; medians. Both make FP32 or BF16 tensors on the way, piece by piece; a
 piece of all elements is what one call of torch would do.
@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from autoprec.numerics import casts, elements, gemm, lean, norms, packing, pooling
+from autoprec.execution.measuring import workspace_bytes
+from autoprec.numerics import casts, convolutions, elements, lean, norms, operands, packing, pooling
+from autoprec.numerics.convolutions import ConvOptions, conv
+from autoprec.numerics.dtypes import dtype_of, native_formats
+from autoprec.numerics.products import GemmSpec
 from tests.bench.measure import one_thread
 
 ROUNDS = 31
@@ -24,11 +28,13 @@ ROUNDS = 31
 SIZES = range(12, 23, 2)
 
 
-def times(call: Callable[[], object], use: Callable[[int], None]) -> dict[int, tuple[float, float, float]]:
+def times(
+    call: Callable[[], object], use: Callable[[int], None], sizes: Sequence[int] = SIZES
+) -> dict[int, tuple[float, float, float]]:
     """Size → seconds of a call with such pieces: lower quartile, median, upper quartile."""
-    taken: dict[int, list[float]] = {size: [] for size in SIZES}
+    taken: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in range(ROUNDS):
-        for size in SIZES:
+        for size in sizes:
             use(size)
             begin = time.perf_counter()
             call()
@@ -62,7 +68,7 @@ def pack_in(size: int) -> None:
 
 
 def sum_in(size: int) -> None:
-    gemm._SUMMED_AT_ONCE = 1 << size
+    operands._SUMMED_AT_ONCE = 1 << size
 
 
 def by_bits(x: torch.Tensor) -> dict[str, Callable[[], object]]:
@@ -131,6 +137,40 @@ def scaled_casts(numel: int) -> None:
         print(f"scaled cast of {numel:9,}, {name:26} {m * 1e6:6.0f} ({a * 1e6:.0f}-{b * 1e6:.0f})", flush=True)
 
 
+def convolved() -> None:
+    """Passes of convolutions of images that are kept in E4M3, by elements of a piece, and what a pass takes beside its
+    result."""
+    sizes = (16, 17, 18, 19, 20, 30)
+    print(f"{'':50}" + "".join(f"{1 << size:>15,}" if size < 30 else f"{'all':>15}" for size in sizes), flush=True)
+    for fmt in ("fp32", "bf16") if "bf16" in native_formats("cpu") else ("fp32",):
+        for n, channels, out, side, stride in ((32, 32, 32, 28, 1), (32, 32, 64, 28, 2), (8, 64, 64, 112, 1)):
+            spec = GemmSpec(output=fmt, grad_input=fmt, grad_weight=fmt, native=native_formats("cpu"))
+            x = torch.randn(n, channels, side, side, dtype=dtype_of(fmt), requires_grad=True)
+            w = torch.randn(out, channels, 3, 3, requires_grad=True)
+            how = ConvOptions(stride=(stride,) * 2, padding=(1, 1), dilation=(1, 1), groups=1)
+            run = partial(conv, x, w, None, packing.encode(x.detach(), "fp8_e4m3"), spec, how)
+            grad = torch.randn_like(run())
+            for name, wanted in (("forward", []), ("weight's gradient", [w]), ("input's gradient", [x])):
+                for leaf in (x, w):
+                    leaf.requires_grad_(not wanted or leaf is wanted[0])
+                y = run()
+                call = partial(torch.autograd.grad, y, wanted, grad, retain_graph=True) if wanted else run
+                told = f"{fmt} {n}x{channels}x{side}x{side} to {out}, stride {stride}, {name}"
+                seconds = times(call, convolve_in, sizes)
+                taken = {size: workspace(call, size) for size in sizes}
+                cells = (f"{m * 1e3:.1f} ms {taken[size] / 1e6:.1f} MB" for size, (_, m, _) in seconds.items())
+                print(f"{told:50}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
+
+
+def convolve_in(size: int) -> None:
+    convolutions._CONVOLVED_AT_ONCE = 1 << size
+
+
+def workspace(call: Callable[[], object], size: int) -> int:
+    convolve_in(size)
+    return workspace_bytes(call, torch.device("cpu"))
+
+
 def main() -> None:
     torch.manual_seed(0)
     wide = torch.randn(1 << SIZES[-1])
@@ -141,9 +181,9 @@ def main() -> None:
         ("FP32 to E4M3", lambda: packing.encode(wide, "fp8_e4m3"), pack_in),
         ("BF16 to E4M3", lambda: packing.encode(narrow, "fp8_e4m3"), pack_in),
         ("E4M3 to FP32", lambda: packing.decode(packed, torch.float32), pack_in),
-        ("sums over channels, BF16", lambda: gemm._channel_sums(channels, "fp32"), sum_in),
-        ("sums over rows, BF16", lambda: gemm._channel_sums(rows, "fp32"), sum_in),
-        ("the same, rounded to BF16", lambda: gemm._channel_sums(rows, "bf16"), sum_in),
+        ("sums over channels, BF16", lambda: operands.channel_sums(channels, "fp32"), sum_in),
+        ("sums over rows, BF16", lambda: operands.channel_sums(rows, "fp32"), sum_in),
+        ("the same, rounded to BF16", lambda: operands.channel_sums(rows, "bf16"), sum_in),
     ]
     print(f"{wide.numel()} elements; milliseconds, median (quartiles)")
     with one_thread():
@@ -164,6 +204,8 @@ def main() -> None:
         print("\ngradients of a BF16 layer norm's weight and bias")
         layer_norms(1 << 10)
         layer_norms(1 << 14)
+        print("\nconvolutions, median, and workspace")
+        convolved()
         print("\nFP32 to FP16 times 2^7; microseconds")
         for size in (12, 14, 16, 18, 20):
             scaled_casts(1 << size)

@@ -1,0 +1,134 @@
+"""Convolutions of a few images at a time, against all at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autoprec.execution.measuring import peak_bytes
+from autoprec.numerics import convolutions
+from autoprec.numerics.convolutions import conv
+from autoprec.numerics.packing import encode
+from autoprec.numerics.products import GemmSpec
+from autoprec.numerics.specs import conv_options
+from tests.test_numerics import CONVOLUTIONS
+
+#: Of the output role, the gradient roles, and what the input is kept in, if not as it is read.
+FORMATS = [
+    ("fp32", "fp32", None),
+    ("fp32", "fp32", "fp8_e4m3"),
+    ("bf16", "bf16", "fp8_e4m3"),
+    ("bf16", "fp16", None),
+    ("fp8_e4m3", "fp8_e5m2", None),
+    ("int8", "bf16", None),
+]
+
+
+def spec_of(output: str, gradients: str) -> GemmSpec:
+    shift = 6 if gradients == "fp16" else 0
+    return GemmSpec(
+        output=output, grad_input=gradients, grad_weight=gradients, native=("fp32",), local_scale_log2=shift
+    )
+
+
+def run(x: Tensor, w: Tensor, spec: GemmSpec, how: Any, kept_as: str | None, grad: Tensor | None) -> list[Tensor]:
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    kept = None if kept_as is None else encode(x.detach(), kept_as)
+    y = conv(x, w, None, kept, spec, how)
+    g = torch.ones_like(y) if grad is None else grad.to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, (x, w), g)]
+
+
+def in_pieces(numel: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Pieces of that many elements; how many there were, call by call."""
+    monkeypatch.setattr(convolutions, "_CONVOLVED_AT_ONCE", numel)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    counts: list[int] = []
+    few = convolutions._few
+
+    def counted(*args: Any) -> Any:
+        found = few(*args)
+        counts.append(len(found))
+        return found
+
+    monkeypatch.setattr(convolutions, "_few", counted)
+    return counts
+
+
+@pytest.mark.parametrize(("output", "gradients", "kept_as"), FORMATS)
+@pytest.mark.parametrize(("kind", "x_shape", "w_shape", "options"), CONVOLUTIONS)
+@pytest.mark.parametrize("order", ["as it is", "channels last"])
+def test_in_pieces_they_are_those_at_once(
+    kind: str, x_shape: Any, w_shape: Any, options: dict[str, Any], output: str, gradients: str, kept_as: str | None,
+    order: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """But for the order in which a kernel adds up, which may depend on how many images there are, and for the rounding
+    of sums to the product's format."""
+    orders = {4: torch.channels_last, 5: torch.channels_last_3d}
+    memory = orders.get(len(x_shape), torch.contiguous_format) if order == "channels last" else torch.contiguous_format
+    torch.manual_seed(0)
+    x = torch.randn(5, *x_shape[1:]).contiguous(memory_format=memory)
+    w, how, spec = torch.randn(w_shape), conv_options(kind, options), spec_of(output, gradients)
+    grad = torch.randn_like(run(x, w, spec, how, kept_as, None)[0])
+    once = run(x, w, spec, how, kept_as, grad)
+    counts = in_pieces(1, monkeypatch)
+    apart = run(x, w, spec, how, kept_as, grad)
+    assert counts == [2, 2, 2]
+    sums = run(x.abs(), w.abs(), spec, how, kept_as, grad.abs())  # of the magnitudes that are added up
+    for a, b, most in zip(once, apart, sums, strict=True):
+        assert a.dtype is b.dtype
+        assert a.is_contiguous(memory_format=memory) == b.is_contiguous(memory_format=memory)
+        narrow = a.dtype is torch.bfloat16 or spec.grad_weight != "fp32"
+        error = (a.double() - b.double()).abs()
+        assert bool((error <= (2.0**-7 if narrow else 2.0**-20) * most.double()).all())
+
+
+def test_their_second_derivatives_are_those_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    how = conv_options("conv2d", {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 2), "groups": 1})
+    x, w = torch.randn(5, 4, 9, 8, requires_grad=True), torch.randn(6, 4, 3, 2, requires_grad=True)
+
+    def second() -> tuple[Tensor, ...]:
+        y = conv(x, w, None, None, spec_of("fp32", "fp32"), how).sin().sum()
+        first = torch.autograd.grad(y, (x, w), create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), (x, w))
+
+    once = second()
+    counts = in_pieces(1, monkeypatch)
+    apart = second()
+    assert set(counts) == {2}
+    torch.testing.assert_close(apart, once, rtol=1e-4, atol=1e-4)
+
+
+def test_what_kernels_take_is_that_of_a_few_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a decoded operand, and of what a kernel reads and writes in layouts of its own."""
+    torch.manual_seed(0)
+    how = conv_options("conv2d", {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1})
+    x, w = torch.randn(32, 16, 28, 28, requires_grad=True), torch.randn(16, 16, 3, 3, requires_grad=True)
+    spec = spec_of("fp32", "fp32")
+
+    def peaks() -> list[int]:
+        kept = encode(x.detach(), "fp8_e4m3")
+        forward = peak_bytes(lambda: conv(x, w, None, kept, spec, how), x.device)
+        y = conv(x, w, None, kept, spec, how)
+        grad = torch.randn_like(y)
+        found = [peak_bytes(lambda t=t: torch.autograd.grad(y, t, grad, retain_graph=True), x.device) for t in (x, w)]
+        return [forward, *found]
+
+    once = peaks()
+    in_pieces(x.numel() // 8, monkeypatch)
+    results = [4 * x.numel(), 4 * x.numel(), 0]
+    for few, all_, result in zip(peaks(), once, results, strict=True):
+        assert few - result <= (all_ - result) / 2
+
+
+def test_a_compiler_sees_one_convolution() -> None:
+    with FakeTensorMode():
+        x = torch.empty(64, 64, 64, 64)
+        assert convolutions._few(x, x.shape) == [None]
+    assert len(convolutions._few(torch.empty(64, 64, 64, 64, device="meta"), x.shape)) == 1
+    assert len(convolutions._few(torch.empty(1, device="cpu").expand(64, 64, 64, 64), x.shape)) > 1
