@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,10 @@ from autoprec.planning.neighbours import Neighbours
 from autoprec.planning.planner import ask, propose
 from autoprec.planning.proposals import Question
 from autoprec.planning.solutions import Solution
+from autoprec.planning.tabulate import Tabulated
 from autoprec.planning.uniform import uniform_choice
 from autoprec.plans import RECOMPUTED, Assignment, Plan, Storage
+from tests.planning.test_scale import disagreement
 from tests.planning.test_solvers import program_says
 from tests.test_keeping import rounded
 from tests.test_remaking import planned, remakings, step
@@ -363,3 +366,13 @@ def test_the_program_and_neighbours_count_the_noise_of_sources(again: str) -> No
     assert more != less and program_says(tight, sources) is not None and program_says(tight, choice) is None
     alone = uniform_choice(problem, "fp32").keeping(problem.tensor_index[again], RECOMPUTED)
     assert Neighbours(problem, alone).evaluate(choice).rows == pytest.approx(more)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_tables_count_the_noise_of_sources(planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They say what the evaluator says of random plans, and would not without it."""
+    torch.manual_seed(2)
+    problem = asked(calibrated("swiglu", [torch.randn(64, 6) for _ in range(2)])).problem
+    if planted:
+        monkeypatch.setattr(Tabulated, "_inheriting", lambda *_: None)
+    assert bool(disagreement(problem, np.random.default_rng(0))) is planted
