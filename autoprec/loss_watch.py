@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autoprec.errors import InputError
 from autoprec.losses import Losses, Spike
 from autoprec.policies import Guard
 
@@ -35,9 +37,8 @@ class LossWatch:
                 self._seen.append(y.detach().reshape(()))
 
     def note(self, loss: Tensor | float) -> None:
-        """The user tells it; then that counts, and not what graphs return."""
-        told = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss))
-        self._told.append(told.reshape(-1).float().mean())
+        """The user tells it; then that counts, and not what graphs return. Raises `InputError` if it is no number."""
+        self._told.append(_number(loss))
 
     def is_off(self) -> bool:
         """Whether the step is vetoed; waits for the device where that may be."""
@@ -86,3 +87,13 @@ class LossWatch:
         if not values:
             return None
         return values[0] if len(values) == 1 else torch.stack([v.float() for v in values]).mean()
+
+
+def _number(loss: Any) -> Tensor:
+    """A loss as a tensor of no dimensions; of several numbers the mean."""
+    if isinstance(loss, Tensor) and loss.numel() and not loss.is_complex():
+        return loss.detach().reshape(-1).float().mean()
+    if isinstance(loss, Real):
+        return torch.tensor(float(loss))
+    told = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r:.80}"
+    raise InputError(f"a loss is a number, or a tensor of numbers, and not {told}")

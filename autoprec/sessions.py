@@ -304,7 +304,8 @@ class Session(Settling, Replanning, Resumable):
 
     def note_loss(self, loss: Tensor | float) -> None:
         """Tell the loss of the step in progress, where the model does not return it: spikes are told against the
-        spread of a window, or vetoed (`guard.loss_spike` of the policy). Of several in a step the mean counts."""
+        spread of a window, or vetoed (`guard.loss_spike` of the policy). Of several in a step the mean counts. Raises
+        `InputError` if it is no number."""
         self.settle()
         self._losses.note(loss)
 
