@@ -247,6 +247,12 @@ def test_a_loss_outside_of_the_model_is_told_by_hand() -> None:
         assert run.session.skipped_steps == int(note)
 
 
+@pytest.mark.parametrize("loss", ["0.5", None, [0.5], 1j, torch.zeros(0), torch.ones(1, dtype=torch.complex64)])
+def test_a_loss_is_a_number(loss: object) -> None:
+    with pytest.raises(InputError, match="a loss is a number"):
+        Training(policy()).session.note_loss(loss)
+
+
 def test_the_limit_is_the_windows_median_and_spread() -> None:
     values = [1.0, 1.2, 0.9, 1.1, 1.0, 0.95, 1.05, 1.3, 9.0]
     after, spike = Losses().extended(values, 5).window_over(10.0)
