@@ -32,7 +32,8 @@ class Settled(Generic[T]):
     def __get__(self, session: Session | None, owner: type) -> Any:
         if session is None:
             return self
-        session.settle()
+        if session._guard.owes:  # these are read a dozen times in a step
+            session.settle()
         return getattr(session, self._name)
 
     def __set__(self, session: Session, value: T) -> None:

@@ -31,7 +31,6 @@ __all__ = [
     "calls_closure_once",
     "is_torchs_own",
     "leaves_out",
-    "norm_of",
     "numbers_of",
     "squares_gradients",
 ]
@@ -59,6 +58,7 @@ class GradientWatch:
         self.bad: set[str] = set()
         self.large: set[str] = set()
         self._fresh: set[str] = set()
+        self._few: set[str] = set()  # parameters of one dimension and few elements
         #: FQNs of what has arrived and was not looked at, and the backward pass in progress. autograd keeps hooks where
         #: the garbage collector cannot see them: they hold these, and not the parameters.
         self._arrived: list[str] = []
@@ -86,6 +86,8 @@ class GradientWatch:
             if p.is_leaf and p.requires_grad:
                 self._handles.append(p.register_post_accumulate_grad_hook(self._hook(fqn)))
                 self._hooks[fqn] = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+                if p.ndim == 1 and p.numel() <= _FEW:
+                    self._few.add(fqn)
                 del self._unwatched[fqn]
 
     def discarded(self) -> bool:
@@ -161,15 +163,12 @@ class GradientWatch:
         for fqn in names:
             if (g := self._parameters[fqn].grad) is None:
                 continue
-            values = numbers_of(g)
-            if not values.numel():
-                continue
-            if not values.is_cpu:
-                elsewhere.setdefault((values.device, values.dtype), []).append((fqn, values))
-            elif values.dim() == 1 and values.numel() <= _FEW and values.dtype is torch.float32:
-                together.append((fqn, values))
-            else:
+            if g.dtype is _FP32 and g.is_cpu and g.layout is torch.strided:
+                (together if g.ndim == 1 and fqn in self._few else alone).append((fqn, g))
+            elif (values := numbers_of(g)).is_cpu:
                 alone.append((fqn, values))
+            elif values.numel():
+                elsewhere.setdefault((values.device, values.dtype), []).append((fqn, values))
         if together and not _has_square(torch.cat([values for _, values in together])):
             alone += together
         for fqn, values in alone:
@@ -283,16 +282,13 @@ def _too_large(coming: Iterable[Coming]) -> dict[str, float]:
     return {name: n for c in coming for name, n in c.read() if not n <= _LARGEST_NORM[c.values.dtype]}
 
 
+_FP32 = torch.float32
+
 #: Outside of any backward pass.
 _NO_TASK = -1
 
 #: Elements of gradients of one dimension (of biases, of norms) up to which they are copied to be looked at together.
 _FEW = 4096
-
-
-def norm_of(values: Tensor) -> float:
-    """Not finite where one of the numbers is not, or the sum of their squares; of a single number its magnitude."""
-    return torch.linalg.vector_norm(values, dtype=_summed_in(values)).item()
 
 
 #: By the dtype of a norm, the largest whose square is finite: in FP32 the one below 2^64, whose square is 2^128, the
@@ -301,8 +297,9 @@ _LARGEST_NORM = {torch.float32: 2.0**64 * (1 - 2.0**-24), torch.float64: 2.0**51
 
 
 def _has_square(values: Tensor) -> bool:
-    """Whether all are finite, and the sum of their squares."""
-    return norm_of(values) <= _LARGEST_NORM[_summed_in(values)]
+    """Whether all are finite, and the sum of their squares. Of none they are."""
+    wide = _summed_in(values)
+    return torch.linalg.vector_norm(values, dtype=wide).item() <= _LARGEST_NORM[wide]
 
 
 def _summed_in(values: Tensor) -> torch.dtype:

@@ -61,6 +61,7 @@ class StepGuard:
     """Mutable state of the step in progress. `remove()` takes every hook off.
 
     Attributes:
+        owes: whether the device has the verdict on a step that is over, for `settle`.
         in_step: True from the first training forward to the end of the step.
         bad: True once the step was found bad.
         another_rank: True if the step is bad for what another rank alone has seen.
@@ -82,6 +83,7 @@ class StepGuard:
         self.bad = False
         self._flag: Tensor | None = None
         self._left: _Left | None = None
+        self.owes = False
         self._lock = threading.RLock()
         self.covered: set[frozenset[str]] = set()
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -92,11 +94,6 @@ class StepGuard:
         """Take every hook off."""
         boundaries.unlisten(self)
         self.watch.remove()
-
-    @property
-    def owes(self) -> bool:
-        """Whether the device has the verdict on a step that is over, for `settle`."""
-        return self._left is not None
 
     def begin(self) -> bool:
         """A training forward runs. True if it is the first of a step."""
@@ -163,7 +160,7 @@ class StepGuard:
             if (left := self._left) is None:
                 return
             norms, (turned, told) = left.gradients.read(), (c.raised() if c else [] for c in (left.buffers, left.ranks))
-            self._left = None  # not before: what waits can be interrupted
+            self._left, self.owes = None, False  # not before: what waits can be interrupted
             if norms or turned or told:
                 self.bad, self.another_rank = True, not (norms or turned)
                 self.watch.take_back(left.gradients, norms)
@@ -275,7 +272,7 @@ class StepGuard:
         flag, self._flag = self._flag, None
         if flag is not None:
             self.buffers.restore_where(flag)
-            self._left = _Left(self.watch.leave(), self.buffers.left(), self._told)
+            self._left, self.owes = _Left(self.watch.leave(), self.buffers.left(), self._told), True
             self._keeper.left_to_device()
         elif self.bad:
             self.buffers.restore()
