@@ -67,7 +67,7 @@ class Replanning:
         self._event("planned", evidence=f"{', '.join(plan.formats_used()) or 'fp32'}; binding: {plan.binding}")
         solved = next((c.measured for c in plan.contestants if c.name == SOLVER), None)
         if solved is not None and solved.failure and plan.adopted is not None:
-            told = f"the solver's plan did not run: {solved.failure}; {plan.adopted.name} was adopted"
+            told = f"the solver's plan failed: {solved.failure}; {plan.adopted.name} was adopted"
             self._event("warning", trigger="contest", evidence=told)
         self._log.assign(self.steps, None, plan)
         _note_run(self)

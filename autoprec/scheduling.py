@@ -311,7 +311,8 @@ def _measured(proposals: Proposals, outcomes: Mapping[str, Outcome]) -> dict[str
     if plain is None or plain.failure:
         plain = None
     beside = _beside(proposals)
-    return {name: _measurement(proposals, o, plain, beside[name]) for name, o in outcomes.items()}
+    predicted = {p.name: p.solution.evaluation.rows for p in proposals.all}
+    return {name: _measurement(proposals, o, plain, beside[name], predicted[name]) for name, o in outcomes.items()}
 
 
 def _told(proposals: Proposals, outcomes: Mapping[str, Outcome]) -> dict[str, int]:
@@ -327,7 +328,15 @@ def _beside(proposals: Proposals) -> dict[str, int]:
     return {p.name: problem.fixed_bytes + problem.frozen_bytes(p.solution.choice.options) for p in proposals.all}
 
 
-def _measurement(proposals: Proposals, found: Outcome, plain: Outcome | None, beside: int) -> Measurement:
+#: No rounding that was predicted makes a gradient that is off by more than so much of itself and by more than so many
+#: times what is predicted: somebody computes something else (docs/measurements/noise.md).
+_OFF_FRAC, _OFF_TIMES = 0.5, 10.0
+
+
+def _measurement(
+    proposals: Proposals, found: Outcome, plain: Outcome | None, beside: int, predicted: Sequence[float]
+) -> Measurement:
+    """`predicted`: E‖δ∇W‖² by row."""
     if found.failure:
         return Measurement(failure=found.failure)
     change = ratio = None
@@ -335,11 +344,14 @@ def _measurement(proposals: Proposals, found: Outcome, plain: Outcome | None, be
         change = found.output - plain.output
         weights = proposals.question.profile.weight_by_fqn
         squares = [0.0]
-        for row in proposals.problem.rows:
+        for row, expected in zip(proposals.problem.rows, predicted, strict=True):
             a, b = found.gradients.get(row.weight), plain.gradients.get(row.weight)
             if a is not None and b is not None and (energy := float(b.square().sum())) > 0.0:
                 relative = float((a - b).square().sum()) / energy
-                squares.append(relative * weights[row.weight].energy / row.reference)
+                error = relative * weights[row.weight].energy
+                if relative > _OFF_FRAC**2 and error > _OFF_TIMES**2 * expected:
+                    return Measurement(failure=_off(row.weight, relative, error, expected))
+                squares.append(error / row.reference)
         ratio = math.sqrt(max(squares))
     return Measurement(
         seconds=found.seconds,
@@ -349,6 +361,11 @@ def _measurement(proposals: Proposals, found: Outcome, plain: Outcome | None, be
         loss_change=change,
         gradient_ratio=ratio,
     )
+
+
+def _off(weight: str, relative: float, error: float, expected: float) -> str:
+    times = f"{math.sqrt(error / expected):.0f} times what" if expected > 0.0 else "where nothing"
+    return f"the gradient of {weight} is off by {math.sqrt(relative):.2g} of itself, {times} is predicted of rounding"
 
 
 def _check_switches(device: Device, now: str) -> None:

@@ -19,6 +19,7 @@ from autoprec.execution.measuring import peak_bytes
 from autoprec.execution.replay import CallRecord
 from autoprec.execution.tournament import Tournament, margin_of
 from autoprec.graphs import Role
+from autoprec.numerics import gemm
 from autoprec.planning.contest import runners
 from autoprec.planning.planner import ask, propose
 from autoprec.planning.proposals import SOLVER
@@ -356,3 +357,26 @@ def test_what_a_graph_gives_back_and_goes_on_with_can_be_differentiated_by() -> 
         loss_of(m, batches[0]).backward()
     for p, q in zip(model.parameters(), expected.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("wrong", ["of another row", "twice as large"])
+def test_a_gradient_that_is_no_rounded_one_is_not_adopted(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finite, and as large as it should be, or nearly: what a kernel gives that computes something else."""
+    torch.manual_seed(0)
+    own = gemm._weight_gradient
+
+    def other(*args: Any) -> Tensor:
+        return own(*args).roll(1, 0) if wrong == "of another row" else own(*args) * 2
+
+    monkeypatch.setattr(gemm, "_weight_gradient", other)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    room = {"gradient": 10.0, "loss": 10.0}
+    policy = autoprec.Policy(name="narrow", formats=("fp32", "bf16"), objective="bytes", noise=room)
+    batches = [torch.randn(64, 16) for _ in range(4)]
+    autoprec.compile(model, policy=policy, batches=batches, loss_fn=lambda m, x: m(x).square().mean(), events=None)
+    session = autoprec.session(model)
+    found = {c.name: c.measured for c in session.plan.contestants if c.measured is not None}
+    assert session.plan.is_identity and not found["fp32"].failure
+    assert all("of itself" in own.failure for name, own in found.items() if name != "fp32") and len(found) > 1
+    (told,) = [e.evidence for e in session.events if e.trigger == "contest"]
+    assert "the solver's plan failed: the gradient of " in told
