@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from autoprec.errors import InputError
+from autoprec.execution.replay import CallRecord
 from autoprec.losses import Losses, Spike
 from autoprec.policies import Guard
 
 __all__ = ["LossWatch"]
+
+#: Losses that are left on a device at most.
+_WAITING = 1024
 
 
 class LossWatch:
@@ -25,16 +29,17 @@ class LossWatch:
     def __init__(self, limits: Guard) -> None:
         self._limits, self._known = limits, Losses()
         self._waiting: list[Tensor | float] = []
-        self._seen: list[Tensor] = []
+        self._seen: list[tuple[CallRecord, int, Tensor]] = []
         self._told: list[Tensor] = []
         self._first = 0
         self.off = ""
 
-    def look(self, outputs: Any) -> None:
-        """A scalar that a graph returns and that is differentiated is taken to be a loss."""
-        for y in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
+    def look(self, record: CallRecord, outputs: Any) -> None:
+        """A scalar that a graph returns is taken to be a loss, if a backward pass begins or goes on there: one that the
+        loop gives up is none."""
+        for i, y in enumerate(outputs if isinstance(outputs, (tuple, list)) else (outputs,)):
             if isinstance(y, Tensor) and y.numel() == 1 and y.requires_grad and y.is_floating_point():
-                self._seen.append(y.detach().reshape(()))
+                self._seen.append((record, i, y.detach().reshape(())))
 
     def note(self, loss: Tensor | float) -> None:
         """The user tells it; then that counts, and not what graphs return. Raises `InputError` if it is no number."""
@@ -44,7 +49,7 @@ class LossWatch:
         """Whether the step is vetoed; waits for the device where that may be."""
         if self._limits.loss_spike != "skip" or (loss := self._of_step()) is None:
             return False
-        if not float(loss) > (limit := self._known.limit(self._limits.spike_sigmas)):
+        if float(loss) <= (limit := self._known.limit(self._limits.spike_sigmas)) or self._known.median is None:
             return False
         self.off = (
             f"the loss is {float(loss):.4g}, above {limit:.4g}, {self._limits.spike_sigmas:g} spreads above the median"
@@ -63,6 +68,8 @@ class LossWatch:
                 self._first = step
             self._waiting.append(float(loss) if loss.device.type == "cpu" else loss)
         self.drop()
+        if len(self._waiting) >= _WAITING:
+            self._known = self.known
 
     def window_over(self) -> Spike | None:
         """The spike of the window that is over, if there was one."""
@@ -83,7 +90,7 @@ class LossWatch:
         self._known, self._waiting = losses, []
 
     def _of_step(self) -> Tensor | None:
-        values = self._told or self._seen
+        values = self._told or [y for record, i, y in self._seen if i in record.output_gradients]
         if not values:
             return None
         return values[0] if len(values) == 1 else torch.stack([v.float() for v in values]).mean()

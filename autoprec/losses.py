@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 __all__ = ["Losses", "Spike"]
 
-#: Losses of a window from which on it is judged.
-_LEAST = 8
+#: Losses of a window from which on it is judged, and the most that are kept of one: the latest.
+_LEAST, _MOST = 8, 4096
 
 #: Of normal numbers, the standard deviation in median absolute deviations.
 _SIGMA = 1.4826
@@ -35,7 +35,8 @@ class Losses:
     """Losses of the good steps of the window in progress, oldest first, and the number of the first of these steps; of
     the window before, the median and the spread, and where all its losses were above 0 those of their logarithms.
 
-    Losses that are nearly 0 differ by factors from batch to batch: a spike is far from the others by both measures.
+    Losses that are nearly 0 differ by factors from batch to batch: a spike is far from the others by both measures. A
+    loss that is not finite is infinite here, always a spike, and no part of the median.
     """
 
     window: tuple[float, ...] = ()
@@ -48,7 +49,8 @@ class Losses:
     def extended(self, losses: Sequence[float], first_step: int) -> Losses:
         """With more of them, the first of which is of this step."""
         first = self.first_step if self.window else first_step
-        return replace(self, window=(*self.window, *losses), first_step=first)
+        window = (*self.window, *(v if math.isfinite(v) else math.inf for v in losses))
+        return replace(self, window=window[-_MOST:], first_step=first + max(0, len(window) - _MOST))
 
     def limit(self, sigmas: float) -> float:
         """What a loss must not be above, by the window before; infinite where that says nothing."""
@@ -61,12 +63,13 @@ class Losses:
 
     def window_over(self, sigmas: float) -> tuple[Losses, Spike | None]:
         """The next window's, and the spike of this one if there was one."""
-        if len(self.window) < _LEAST:
+        finite = [v for v in self.window if math.isfinite(v)]
+        if len(finite) < _LEAST:
             return replace(self, window=()), None
-        median, spread = _middle(self.window, _LEAST_FRAC)
+        median, spread = _middle(finite, _LEAST_FRAC)
         after = Losses(median=median, spread=spread)
-        if min(self.window) > 0.0:
-            log_median, log_spread = _middle([math.log(v) for v in self.window], 0.0)
+        if min(finite) > 0.0:
+            log_median, log_spread = _middle([math.log(v) for v in finite], 0.0)
             after = replace(after, log_median=log_median, log_spread=max(log_spread, _LEAST_FRAC))
         at = max(range(len(self.window)), key=lambda i: self.window[i])
         loss = self.window[at]

@@ -25,6 +25,10 @@ __all__ = ["Observations", "describe_graph"]
 #: Elements per tensor that a monitored step looks at: 1/16 of what calibration looks at.
 MONITOR_SAMPLE_LIMIT = 1 << 12
 
+#: Steps in a row that are forgotten at most because of results that are not finite and lead to no backward pass: some
+#: models have such in every step.
+_GIVEN_UP = 3
+
 
 class Observations:
     """Mutable; owned by the session.
@@ -51,6 +55,9 @@ class Observations:
         self.learned: tuple[tuple[int, Profile], ...] = ()
         self._observer: StepObserver | None = None
         self._structure: StructureRecorder | None = None
+        #: Calls of the step with a result that is not finite, and how many steps in a row were forgotten for one.
+        self._nonfinite: list[CallRecord] = []
+        self._given_up = 0
 
     @property
     def observer(self) -> StepObserver | None:
@@ -61,6 +68,7 @@ class Observations:
         """Observe the step that begins. Each step of calibration also tells the structure: a branch that the first one
         did not take has ops of its own. `explicit_loss`, `summed`: see `StepObserver`."""
         self._expected = None
+        self._nonfinite = []
         structure = self._structure = StructureRecorder() if calibrating or self.graph is None else None
         if calibrating:
             self._observer = StepObserver(structure=structure, explicit_loss=explicit_loss)
@@ -92,6 +100,14 @@ class Observations:
         if self._structure is not None:
             self._structure.called(slot.binding, arguments, outputs)
         return outputs
+
+    def look(self, record: CallRecord, outputs: Any) -> None:
+        """Whether the results of a call are finite, if its step is observed: a loop may give it up if they are not."""
+        given = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+        if self._observer is not None and not all(
+            bool(y.isfinite().all()) for y in given if isinstance(y, Tensor) and y.is_floating_point()
+        ):
+            self._nonfinite.append(record)
 
     def how_to_note(self, binding: Binding) -> dict[str, Any]:
         """Which outputs of a graph were not differentiated, and whether this step tells (see `keep_gradients`)."""
@@ -130,10 +146,16 @@ class Observations:
 
     def keep(self, *, calibrating: bool) -> Profile | None:
         """The step in progress was good: add it to the profile, or to the window. Returns what it showed, if it was
-        observed."""
-        observer, self._observer = self._observer, None
+        observed and tells: not if the loop gave up one of its calls before a backward pass, which is then in it."""
+        observer = self._observer
         if observer is None:
             return None
+        given_up = any(record.returned < 0 for record in self._nonfinite)
+        if given_up and self._given_up < _GIVEN_UP:
+            self._given_up += 1
+            self.drop()
+            return None
+        self._observer, self._given_up = None, 0
         if self._structure is not None:
             self._learn_structure(self._structure)
         assert self.graph is not None

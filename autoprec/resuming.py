@@ -47,8 +47,11 @@ class Resumable:
 def _take(session: Session) -> RunState:
     """The state between two steps. `StateError` in the middle of one."""
     session.settle()
-    if session._guard.in_step:
-        raise StateError("a step is in progress: save the state after optimizer.step() (or session.step())")
+    if session._guard.in_step and not session._guard.give_up():
+        raise StateError(
+            "a step is in progress: save the state after optimizer.step() (or session.step()), or set gradients to None"
+            " that nobody will step by (model.zero_grad())"
+        )
     observed, stability = session._observed, session._stability
     return RunState(
         run=Run(

@@ -203,6 +203,8 @@ class Session(Settling, Replanning, Resumable):
         """The model, or a part of it that is captured on its own, is called (called by the dispatcher)."""
         self.settle()
         self._entered = True
+        if torch.is_grad_enabled():
+            self._guard.before_call()
 
     def run(self, template: Template, arguments: Sequence[Any]) -> Any:
         """Run a captured graph for the owner of its parameters (called by the dispatcher)."""
@@ -265,7 +267,8 @@ class Session(Settling, Replanning, Resumable):
         if self.calibrating and (told := self._provisional.weigh(slot, arguments, self._guard.optimizer_bytes)):
             self._log.add_once(self.steps, "warning", trigger="memory", evidence=told)
         outputs, how = self._observed.run(slot, arguments), self._observed.how_to_note(slot.binding)
-        self._losses.look(outputs)
+        self._losses.look(record, outputs)
+        self._observed.look(record, outputs)
         if before and not on_cpu and self._guard.watch.verdict():
             forget(self._calls, before)
         keep_gradients(record, outputs, self._guard.covered, **how)
@@ -279,7 +282,8 @@ class Session(Settling, Replanning, Resumable):
         return {node: change for node, change in asked if change is not None}
 
     def _begin_step(self) -> None:
-        """The first training forward after a boundary: is this step observed?"""
+        """The first training forward after a boundary, or after the loop has given up what it had: is this step
+        observed?"""
         self.forget_left()
         self._calls.clear()
         self._ran.clear()
@@ -335,6 +339,13 @@ class Session(Settling, Replanning, Resumable):
     def on_bad_gradients(self, *, own: bool) -> None:
         """Name the first offender; promote it if its format is to blame (called by the guard)."""
         tell_incident(self, own=own)
+
+    def on_abort(self) -> None:
+        """Nothing of the step counts that an error ends, or that the loop has given up (called by the guard)."""
+        for slot in self._ran:
+            slot.faults = {}
+        self._losses.drop()
+        self._observed.drop()
 
     def on_end(self, *, bad: bool) -> None:
         """Count the step, take its observations, plan at the end of calibration (called by the guard)."""

@@ -112,8 +112,9 @@ def scaler_of(optimizer: Optimizer) -> Any:
 
 def _install() -> None:
     _remove()
-    _handles.append(register_optimizer_step_pre_hook(_before))
-    _handles.append(register_optimizer_step_post_hook(_after))
+    # Where a step is compiled, what the hooks do is not traced.
+    _handles.append(register_optimizer_step_pre_hook(torch.compiler.disable(_before)))
+    _handles.append(register_optimizer_step_post_hook(torch.compiler.disable(_after)))
     # A step that a GradScaler skips calls no optimizer, and GradScaler has no hooks of its own.
     step, update = torch.amp.GradScaler.step, torch.amp.GradScaler.update
     _scaler_methods.update(step=step, update=update)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import compress
 
 import torch
@@ -30,13 +31,16 @@ class BufferSnapshot:
     """Copies of the buffers that steps change, taken at the first forward of a step.
 
     Version counters do not show every change (batch norm writes its running statistics without moving them), so large
-    buffers are compared with their copy once, at the second step, and by version from then on.
+    buffers are compared with their copy once, at the second step, and by version from then on. The host keeps that
+    copy, for the step in which they change after all.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._takes = 0
-        self._constant: dict[str, int] = {}
+        self._constant: dict[str, _Constant] = {}
+        self._there: frozenset[str] = frozenset()  # names at `take`, and of places that were empty then
+        self._empty: frozenset[str] = frozenset()
         self._copies: dict[str, tuple[Tensor, Tensor]] = {}
         self._sums: dict[str, Tensor] = {}
         self._coming: Coming | None = None
@@ -74,22 +78,39 @@ class BufferSnapshot:
             for name, (buffer, saved) in self._copies.items():
                 large = saved.layout is torch.strided and saved.nbytes > _SMALL_BUFFER_BYTES and saved is not buffer
                 if large and torch.equal(buffer, saved):
-                    self._constant[name] = buffer._version
+                    self._constant[name] = _Constant(buffer, buffer._version, saved.cpu())
         self._takes += 1
-        wanted = [n for n, b in buffers.items() if n not in self._constant or self._constant[n] != b._version]
+        for name in [name for name, known in self._constant.items() if known.changed(buffers.get(name))]:
+            del self._constant[name]
+        wanted = [n for n in buffers if n not in self._constant]
         self._copies = {n: (b := buffers[n], b if b.is_inference() else b.detach().clone()) for n in wanted}
+        self._there = frozenset(buffers)
+        self._empty = frozenset(
+            f"{prefix}{key}"
+            for prefix, own in compress(zip(self._names, self._own, strict=True), self._own)
+            for key, b in own.items()
+            if b is None
+        )
 
     def restore(self) -> None:
         """Bitwise as at `take`; the buffers are the same objects again, also where the step put others in their
-        place."""
-        model = self._model()
+        place, and there are no more of them."""
+        model, now = self._model(), self._buffers()
+        changed = {n: (c.buffer, c.saved) for n, c in self._constant.items() if c.changed(now.get(n))}
         with torch.no_grad():
-            for name, (buffer, saved) in self._copies.items():
+            for name, (buffer, saved) in {**self._copies, **changed}.items():
                 if not _is_fixed(buffer):
                     buffer.copy_(saved)
                 if model is not None:
                     owner, _, key = name.rpartition(".")
                     model.get_submodule(owner)._buffers[key] = buffer
+        for name in now.keys() - self._there if model is not None else ():
+            owner, _, key = name.rpartition(".")
+            module = model.get_submodule(owner)
+            if name in self._empty:
+                module._buffers[key] = None
+            else:
+                delattr(module, key)
 
     @property
     def hold_numbers(self) -> bool:
@@ -99,7 +120,9 @@ class BufferSnapshot:
     def leave(self, flag: Tensor) -> Tensor | None:
         """That flag, raised as well where a buffer that was finite at `take` is not now: then `restore_where` and
         `turned_nonfinite` need no host. None where they do."""
-        now = self._buffers() if self._copies else {}
+        now = self._now()
+        if now.keys() - self._there or any(c.changed(now.get(n)) for n, c in self._constant.items()):
+            return None
         if len(self._copies) > _FEW or any(
             now.get(name) is not buffer or not _can_be_put_back(buffer, saved, flag.device)
             for name, (buffer, saved) in self._copies.items()
@@ -137,12 +160,22 @@ class BufferSnapshot:
         self._coming = None
         self._sums = {n: b.sum() for n, b, _ in self._floating() if not b.is_cpu}
 
-    def _floating(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Names, buffers as they are now, and copies, of those that may have become non-finite."""
-        now = self._buffers() if self._copies else {}
+    def _now(self) -> dict[str, Tensor]:
+        """The buffers, where there can be any."""
+        return self._buffers() if self._copies or any(self._own) else {}
+
+    def _floating(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Names, buffers as they are now, and copies, of those that may have become non-finite; no copy of new ones."""
+        now = self._now()
         for name, (buffer, saved) in self._copies.items():
             if (b := now.get(name, buffer)).is_floating_point():
                 yield name, b, saved
+        for name, known in self._constant.items():
+            if known.changed(b := now.get(name, known.buffer)) and b.is_floating_point():
+                yield name, b, known.saved
+        for name in now.keys() - self._there:
+            if now[name].is_floating_point():
+                yield name, now[name], None
 
     def turned_nonfinite(self) -> list[str]:
         """Names of buffers that were finite at `take` and are not now (a statistic can overflow before a gradient)."""
@@ -160,12 +193,25 @@ class BufferSnapshot:
             for name, b, saved in self._floating()
             if not math.isfinite(sums[name] if name in sums else float(b.sum()))
             and not bool(numbers_of(b).isfinite().all())
-            and bool(numbers_of(saved).isfinite().all())
+            and (saved is None or bool(numbers_of(saved).isfinite().all()))
         ]
 
     def values(self) -> dict[int, Tensor]:
         """id(buffer) → its value at `take`."""
         return {id(buffer): saved for buffer, saved in self._copies.values()}
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """A large buffer that did not change, as it was."""
+
+    buffer: Tensor
+    version: int
+    saved: Tensor
+
+    def changed(self, now: Tensor | None) -> bool:
+        """Whether the buffer of that name is another, or has been written to."""
+        return now is not self.buffer or now._version != self.version
 
 
 def _can_be_put_back(buffer: Tensor, saved: Tensor, device: torch.device) -> bool:

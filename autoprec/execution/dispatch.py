@@ -61,6 +61,10 @@ _CONFIG = {
     "skip_nnmodule_hook_guards": False,
 }
 
+#: Those that no call is inside of. torch keeps a context variable for each patch that was ever made: one for each call
+#: of a model would fill the memory in a long run.
+_patches: list[Any] = []
+
 
 def owner_of(parameter: nn.Parameter) -> Owner | None:
     """The owner of a parameter, None if it was never adopted or its owner is gone."""
@@ -125,16 +129,21 @@ def install(model: nn.Module, owner: Owner) -> None:
         before = getattr(_running, "owner", None)
         _running.owner = weak_owner()
         _running.ran = False
-        if _running.owner is not None:
+        if _running.owner is not None and _running.owner is not before:
             _running.owner.enter()
         try:
-            with torch._dynamo.config.patch(**_CONFIG):
+            patch = _patches.pop()
+        except IndexError:
+            patch = torch._dynamo.config.patch(**_CONFIG)
+        try:
+            with patch:
                 return compiled(*args, **kwargs)
         except Exception:  # whatever the user's code raised goes on to the user
             if not _running.ran:  # Dynamo never looks again at code that failed while it was captured
                 compiled = _compiled(model)
             raise
         finally:
+            _patches.append(patch)
             _running.owner = before
 
     # The model keeps its owner alive here, in the one attribute that a deepcopy and a pickle leave out.

@@ -58,6 +58,7 @@ class GradientWatch:
         self.bad: set[str] = set()
         self.large: set[str] = set()
         self._fresh: set[str] = set()
+        self._last: tuple[str, int] | None = None  # a gradient that was looked at, and its version then
         self._few: set[str] = set()  # parameters of one dimension and few elements
         #: FQNs of what has arrived and was not looked at, and the backward pass in progress. autograd keeps hooks where
         #: the garbage collector cannot see them: they hold these, and not the parameters.
@@ -91,8 +92,16 @@ class GradientWatch:
                 del self._unwatched[fqn]
 
     def discarded(self) -> bool:
-        """True if there were gradients and the user has set all of them to None: that backward pass is void."""
-        return bool(self.fresh) and all(self._parameters[f].grad is None for f in self.fresh)
+        """True if there were gradients and the user has reset all of them: that backward pass is void. Zeros are
+        looked for only where somebody has written to a gradient since it was looked at."""
+        if not self.fresh:
+            return False
+        if self._last is not None:
+            name, version = self._last
+            if (g := self._parameters[name].grad) is not None and g._version == version:
+                return False
+        grads = (self._parameters[f].grad for f in self.fresh)
+        return all(g is None or not bool(numbers_of(g).any()) for g in grads)
 
     def _hook(self, fqn: str) -> Any:
         weak_self, arrived, task, shared = weakref.ref(self), self._arrived, self._task, self._shared
@@ -158,6 +167,8 @@ class GradientWatch:
         names = self._arrived[::-1]
         self._arrived.clear()
         self._fresh.update(names)
+        last = self._parameters[names[0]].grad
+        self._last = None if last is None else (names[0], last._version)
         alone, together = list[tuple[str, Tensor]](), list[tuple[str, Tensor]]()
         elsewhere: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
         for fqn in names:
@@ -178,6 +189,20 @@ class GradientWatch:
             names, grads = zip(*named, strict=True)
             norms = torch._foreach_norm(grads, ord=2, dtype=_summed_in(grads[0]))
             self._coming.append(Coming(names, torch.stack(list(norms)), grads[0].device))
+
+    def look_at_rest(self, optimizer: Optimizer) -> None:
+        """At what an optimizer will read and no hook told of: gradients that the loop has put there itself, and those
+        that are left from steps before."""
+        if len(self.fresh) == len(self._hooks):
+            return
+        names = {id(p): f for f, p in self._parameters.items()}
+        steps = {names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names}
+        rest = [f for f in steps - self.fresh if self._parameters[f].grad is not None]
+        if rest:
+            fresh = set(self._fresh)
+            self._arrived += rest
+            self.look()
+            self._fresh = fresh  # nothing went through a graph
 
     def verdict(self) -> bool:
         """True if every gradient since `clear` was finite. Waits for the device until it has looked at the last of
@@ -232,8 +257,8 @@ class GradientWatch:
         return found
 
     def note_gradients(self) -> None:
-        """Remember which gradients a bad verdict is about; all of the step's, where no gradient was to blame."""
-        names = [f for f in self.bad if f in self._parameters] or self.fresh
+        """Remember which gradients a bad verdict is about: all of the step's, which came of one backward pass."""
+        names = self.fresh | {f for f in self.bad if f in self._parameters}
         grads = {f: self._parameters[f].grad for f in names}
         self._judged = {f: g for f, g in grads.items() if g is not None}
 
@@ -333,11 +358,13 @@ class PutAside:
 
 
 class OptimizerSnapshot:
-    """Copies of an optimizer's parameters and state."""
+    """Copies of an optimizer's parameters and state, and of what it keeps with its groups."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._parameters = [(p, p.detach().clone()) for g in optimizer.param_groups for p in g["params"]]
         self._state = {p: copy.deepcopy(s) for p, s in optimizer.state.items()}
+        groups = ({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
+        self._groups = [copy.deepcopy(group) for group in groups]
 
     def restore(self, optimizer: Optimizer) -> None:
         """Bitwise as it was."""
@@ -346,6 +373,10 @@ class OptimizerSnapshot:
                 p.copy_(saved)
         optimizer.state.clear()
         optimizer.state.update(self._state)
+        for group, kept in zip(optimizer.param_groups, self._groups, strict=True):
+            for key in group.keys() - kept.keys() - {"params"}:
+                del group[key]
+            group.update(kept)
 
 
 def calls_closure_once(optimizer: Optimizer) -> bool:

@@ -56,6 +56,9 @@ class StepKeeper(Protocol):
     def on_end(self, *, bad: bool) -> None:
         """The step is over; parameters, buffers and optimizer state are final."""
 
+    def on_abort(self) -> None:
+        """Nothing of the step counts: an error is on its way to the user, or the loop has given it up."""
+
 
 class StepGuard:
     """Mutable state of the step in progress. `remove()` takes every hook off.
@@ -84,6 +87,8 @@ class StepGuard:
         self._flag: Tensor | None = None
         self._left: _Left | None = None
         self.owes = False
+        self._vetoed_after = False  # whether gradients were found bad after the step was over
+        self._taken = False  # whether buffers were copied before the call that is running
         self._lock = threading.RLock()
         self.covered: set[frozenset[str]] = set()
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -96,18 +101,31 @@ class StepGuard:
         self.watch.remove()
 
     def begin(self) -> bool:
-        """A training forward runs. True if it is the first of a step."""
+        """A training forward runs. True if it is the first of a step, or of one that begins again because the loop gave
+        up what it had."""
         self.ranks.look()
         self.watch.look_for_new()
         if self.in_step:
-            if self.watch.discarded():  # that backward pass was given up: what it found does not count
-                self.watch.clear()
-            return False
+            if not self.watch.discarded():
+                return False
+            self.watch.clear()  # that backward pass was given up: the step begins again
+            self.bad = False
+            self._keeper.on_abort()
+            return True
         self.in_step, self.bad, self.another_rank = True, False, False
         self._flag = self._told = None
         self.watch.clear()
-        self.buffers.take()
+        if not self._taken:
+            self.buffers.take()
+        self._taken = False
         return True
+
+    def before_call(self) -> None:
+        """The model is called to be trained: whatever changes a buffer comes later, graphs without parameters that
+        train among it."""
+        if not self.in_step:
+            self.buffers.take()
+            self._taken = True
 
     def missed(self) -> list[str]:
         """Parameters with a fresh gradient that went through no captured graph since the last step."""
@@ -142,6 +160,7 @@ class StepGuard:
         if not leaves_out(optimizer):  # a GradScaler has set a flag of its own
             return None
         self.watch.look_before_update()
+        self.watch.look_at_rest(optimizer)
         flag = self.watch.flag()
         if flag is None or flag.device.type not in LEAVES_OUT or (flag := self.buffers.leave(flag)) is None:
             return None
@@ -184,6 +203,7 @@ class StepGuard:
             self.bad = False  # that step is over for every optimizer
         self._keeper.before_first_update(self.missed(), scaled=scaler is not None)
         self.watch.look_before_update()
+        self.watch.look_at_rest(optimizer)
         self.buffers.ask()
         finite = self.watch.verdict()  # waits for the device
         if finite and self.watch.large and squares_gradients(optimizer):
@@ -221,6 +241,7 @@ class StepGuard:
         """The update will not happen."""
         if not self.bad and (own or self.in_step):
             self.bad = True
+            self._vetoed_after = not self.in_step
             self.watch.note_gradients()
             self._keeper.on_bad_gradients(own=own)
 
@@ -231,6 +252,17 @@ class StepGuard:
         self._flag = None
         self.watch.clear()
         self.covered.clear()
+        self._keeper.on_abort()
+
+    def give_up(self) -> bool:
+        """The step in progress, if no gradient waits for its update. False if one does."""
+        if self.watch.fresh and not self.watch.discarded():
+            return False
+        self.in_step = self.bad = False
+        self.watch.clear()
+        self.covered.clear()
+        self._keeper.on_abort()
+        return True
 
     def skipped(self, *, bad: bool) -> None:
         """A GradScaler skipped the step of an optimizer, which was not called: the boundary is here. `bad` tells
@@ -265,8 +297,11 @@ class StepGuard:
             self.end()
 
     def end(self) -> None:
-        """The step is over. A second optimizer of the same step finds nothing to end."""
+        """The step is over. A second optimizer of the same step finds nothing to end, but for a veto of its own."""
         if not self.in_step:
+            if self._vetoed_after:
+                self._vetoed_after = False
+                self._keeper.on_end(bad=True)
             return
         self.in_step = False
         flag, self._flag = self._flag, None
