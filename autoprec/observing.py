@@ -105,7 +105,7 @@ class Observations:
         """Whether the results of a call are finite, if its step is observed: a loop may give it up if they are not."""
         given = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
         if self._observer is not None and not all(
-            bool(y.isfinite().all()) for y in given if isinstance(y, Tensor) and y.is_floating_point()
+            bool(y.detach().isfinite().all()) for y in given if isinstance(y, Tensor) and y.is_floating_point()
         ):
             self._nonfinite.append(record)
 
