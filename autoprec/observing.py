@@ -103,10 +103,11 @@ class Observations:
 
     def look(self, record: CallRecord, outputs: Any) -> None:
         """Whether the results of a call are finite, if its step is observed: a loop may give it up if they are not."""
+        if self._observer is None:
+            return
         given = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-        if self._observer is not None and not all(
-            bool(y.detach().isfinite().all()) for y in given if isinstance(y, Tensor) and y.is_floating_point()
-        ):
+        numbers = (y.detach() for y in given if isinstance(y, Tensor) and y.is_floating_point())
+        if not all(bool(y.isfinite().all()) for y in numbers):
             self._nonfinite.append(record)
 
     def how_to_note(self, binding: Binding) -> dict[str, Any]:
