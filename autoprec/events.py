@@ -6,6 +6,8 @@ them ("assigned"), figures of the ops that windows saw nearest to a limit ("obse
 
 from __future__ import annotations
 
+import warnings
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from autoprec.errors import InputError, StateError
 from autoprec.graphs import Role
 from autoprec.plans import AS_IS, KEPT, Event, Plan
 from autoprec.serial import check_writable, event_to_json_line, write_text
+from autoprec.serial.appending import append_line
 from autoprec.serial.events import EventsFile
 
 __all__ = ["EventLog"]
@@ -21,6 +24,9 @@ __all__ = ["EventLog"]
 
 class EventLog:
     """Mutable; owned by the session.
+
+    A file that cannot be written costs the run nothing: what is not in it yet is written with the next event that can
+    be, and that is told once, as a warning of Python's.
 
     Attributes:
         events: oldest first.
@@ -32,6 +38,8 @@ class EventLog:
         """Raises `InputError` where no file can be written."""
         self.events: list[Event] = []
         self._path = path
+        self._unwritten: deque[Event] = deque()
+        self._is_told = False
         if path is not None:
             check_writable(path, InputError)
         self.before, self.written = 0 if path is None else len(_lines(path)), 0
@@ -64,10 +72,11 @@ class EventLog:
         else wrote into it."""
         if self._path is None:
             raise InputError("this run writes no file of events, events=None; give compile(…, events=path)")
+        self._flush()
         file = EventsFile(self._path, list[Event], lambda known, new: [*known, *new])
         if self._path.exists():  # it does not before the first event
             file.read()
-        return self._path, file.run[self.before :]
+        return self._path, [*file.run[self.before :], *self._unwritten]
 
     def note(self, step: int, kind: str, **fields: str) -> None:
         """A line of the file alone."""
@@ -110,10 +119,33 @@ class EventLog:
             self._write(self.events[i])
 
     def _write(self, event: Event) -> None:
-        self.written += 1
         if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(event_to_json_line(event) + "\n")
+            self._unwritten.append(event)
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write what is not in the file yet, as far as that goes."""
+        if self._path is None:
+            return
+        try:
+            while self._unwritten:
+                append_line(self._path, event_to_json_line(self._unwritten[0]))
+                self._unwritten.popleft()
+                self.written += 1
+        except OSError as error:
+            self._tell(error)
+
+    def _tell(self, error: OSError) -> None:
+        if self._is_told:
+            return
+        self._is_told = True
+        warnings.warn(
+            f"{self._path}: {len(self._unwritten)} events of this run cannot be written: {error.strerror or error}. The"
+            " run goes on, they stay in memory and are written with the next event that can be: make room on the disk,"
+            " or see to the permissions of the file and its folder",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _lines(path: Path) -> list[str]:
