@@ -6,18 +6,20 @@ them ("assigned"), figures of the ops that windows saw nearest to a limit ("obse
 
 from __future__ import annotations
 
+import secrets
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autoprec.errors import InputError, StateError
 from autoprec.graphs import Role
 from autoprec.plans import AS_IS, KEPT, Event, Plan
-from autoprec.serial import check_writable, event_to_json_line, write_text
-from autoprec.serial.appending import append_line
-from autoprec.serial.events import EventsFile
+from autoprec.serial import check_writable, event_from_json_line, event_to_json_line
+from autoprec.serial.appending import append_line, mend
+from autoprec.serial.events import EventsFile, run_of
+from autoprec.serial.files import write_atomic
 
 __all__ = ["EventLog"]
 
@@ -30,19 +32,21 @@ class EventLog:
 
     Attributes:
         events: oldest first.
-        before: lines that the file had when the run began.
-        written: lines that the run has written since.
+        run: names the run in each line of the file, where other runs write, too; it goes on with the same name.
+        written: lines of the run in the file.
     """
 
     def __init__(self, path: Path | None) -> None:
         """Raises `InputError` where no file can be written."""
         self.events: list[Event] = []
-        self._path = path
-        self._unwritten: deque[Event] = deque()
-        self._is_told = False
         if path is not None:
             check_writable(path, InputError)
-        self.before, self.written = 0 if path is None else len(_lines(path)), 0
+        # A program that changes its folder goes on with the file that it began.
+        self._name, self._path = path, None if path is None else path.absolute()
+        self.run, self.written = secrets.token_hex(4), 0
+        self._unwritten: deque[Event] = deque()
+        self._left: _Left | None = None
+        self._is_told = False
 
     def add(self, step: int, kind: str, **fields: str) -> None:
         """Append an event. A promotion or demotion is written once the new plan is known (`settle`)."""
@@ -51,32 +55,29 @@ class EventLog:
         if kind not in _OF_PLANS:
             self._write(event)
 
-    def begin_with(self, events: Iterable[Event], before: int, written: int) -> None:
-        """Go on after these, which are among so many lines behind the first `before` of the file: what comes behind
-        them there was of steps that come again. Of a file that has something else there nothing is taken away."""
-        self.events, self.before, self.written = list(events), before, written
-        if self._path is None:
-            return
-        own = [event_to_json_line(e) for e in self.events]
-        lines = _lines(self._path)
-        there = lines[before : before + written]
-        rest = iter(there)
-        if len(there) == written and all(line in rest for line in own):  # each, in this order
-            kept = [*lines[:before], *there]
-        else:
-            self.before, self.written, kept = len(lines), len(own), [*lines, *own]
-        write_text(self._path, "".join(f"{line}\n" for line in kept), StateError)
+    def begin_with(self, events: Iterable[Event], *, run: str, before: int, written: int) -> None:
+        """Go on after these events of a run that had written so many lines. What the file has of the run beyond those
+        was of steps that come again, and is taken away; what others wrote stays. `before`: lines that the file had
+        before a run without a name ("", of a state by an older version)."""
+        self.events, mine = list(events), self.run
+        self._left = _Left(mine, run, before, written)
+        self.run, self.written = run or mine, 0
+        self._unwritten.clear()  # of this session before it went on as that run
+        self._flush()
 
     def told(self) -> tuple[Path, list[Event]]:
-        """The file, and what the run has written there. Raises `InputError` without one, and for a line that somebody
+        """The file, and what the run has told for it. Raises `InputError` without one, and for a line that somebody
         else wrote into it."""
-        if self._path is None:
+        if self._path is None or self._name is None:
             raise InputError("this run writes no file of events, events=None; give compile(…, events=path)")
         self._flush()
         file = EventsFile(self._path, list[Event], lambda known, new: [*known, *new])
-        if self._path.exists():  # it does not before the first event
-            file.read()
-        return self._path, [*file.run[self.before :], *self._unwritten]
+        if not self._path.exists():  # it does not before the first event
+            return self._name, [*self._unwritten]
+        file.read()
+        lines = self._path.read_bytes().split(b"\n")
+        own = [event for event, line in zip(file.run, lines, strict=False) if run_of(line) == self.run]
+        return self._name, [*own, *self._unwritten]
 
     def note(self, step: int, kind: str, **fields: str) -> None:
         """A line of the file alone."""
@@ -128,19 +129,47 @@ class EventLog:
         if self._path is None:
             return
         try:
+            if self._left is not None:
+                self._go_on(self._path, self._left)
             while self._unwritten:
-                append_line(self._path, event_to_json_line(self._unwritten[0]))
+                append_line(self._path, event_to_json_line(self._unwritten[0], self.run))
                 self._unwritten.popleft()
                 self.written += 1
-        except OSError as error:
-            self._tell(error)
+        except (OSError, StateError) as error:
+            self._tell(error.strerror or str(error) if isinstance(error, OSError) else str(error))
 
-    def _tell(self, error: OSError) -> None:
+    def _go_on(self, path: Path, left: _Left) -> None:
+        """Leave in the file what the run had told when its state was taken, and nothing behind it; what is missing
+        there of its events, as in another file, is written again."""
+        mend(path)
+        *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
+        runs = [run_of(line) for line in lines]
+        own = [i for i, run in enumerate(runs) if run == left.run and (run or i >= left.before)]
+        kept = own[: left.written]
+        there = Counter(_event_text(lines[i]) for i in kept)
+        missing = list[Event]()
+        for event in self.events:
+            text = event_to_json_line(event)
+            if there[text] > 0:
+                there[text] -= 1
+            else:
+                missing.append(event)
+        if missing and not left.run:  # nobody knows whose lines these are
+            own, kept, missing = [], [], self.events
+        gone = {*own[len(kept) :], *(i for i, run in enumerate(runs) if run == left.mine)}
+        named = set() if left.run else {*kept}
+        if gone or named:
+            texts = [_named(line, self.run) if i in named else line for i, line in enumerate(lines) if i not in gone]
+            write_atomic(path, b"".join(line + b"\n" for line in texts), StateError)
+        self._unwritten.extendleft(reversed(missing))
+        self.written, self._left = len(kept), None
+
+    def _tell(self, reason: str) -> None:
         if self._is_told:
             return
         self._is_told = True
         warnings.warn(
-            f"{self._path}: {len(self._unwritten)} events of this run cannot be written: {error.strerror or error}. The"
+            f"{self._path}: {len(self._unwritten)} events of this run cannot be written: {reason}. The"
             " run goes on, they stay in memory and are written with the next event that can be: make room on the disk,"
             " or see to the permissions of the file and its folder",
             RuntimeWarning,
@@ -148,12 +177,27 @@ class EventLog:
         )
 
 
-def _lines(path: Path) -> list[str]:
+@dataclass(frozen=True)
+class _Left:
+    """Where a run was left: what it and this session are called, lines that the file had before it, and its own."""
+
+    mine: str
+    run: str
+    before: int
+    written: int
+
+
+def _event_text(line: bytes) -> str:
+    """The line without the name of its run."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return []
-    return text.removesuffix("\n").split("\n") if text else []
+        return event_to_json_line(event_from_json_line(line.decode()))
+    except (InputError, UnicodeDecodeError):
+        return ""
+
+
+def _named(line: bytes, run: str) -> bytes:
+    """The line of a run that had no name."""
+    return line[:-1] + f', "run": "{run}"}}'.encode() if line.endswith(b"}") else line
 
 
 _OF_PLANS = ("promoted", "demoted")

@@ -73,7 +73,7 @@ def _take(session: Session) -> RunState:
             device=session.device,
             parts=tuple(session._parts.names),
             events=tuple(session.events),
-            events_before=session._log.before,
+            events_run=session._log.run,
             events_written=session._log.written,
             losses=session._losses.known,
             gradients=stability.gradients,
@@ -116,7 +116,8 @@ def _give(session: Session, state: RunState) -> None:
     stability.was_noisy = run.was_noisy
     session._window_steps, observed.window = counts.window_steps, state.window
     session._losses.known = run.losses
-    session._log.begin_with(run.events, run.events_before, run.events_written)
+    wrote = {"run": run.events_run, "before": run.events_before, "written": run.events_written}
+    session._log.begin_with(run.events, **wrote)
 
 
 def _identity(session: Session) -> dict[str, Any]:

@@ -46,8 +46,8 @@ class Run:
         plan: what runs; None while calibrating.
         given: the plan that the session was made with.
         parts: modules that are captured on their own.
-        events: everything that happened; `events_before`: lines that the file of events had before, and
-            `events_written`: that the run has written.
+        events: everything that happened; `events_run`: the name of the run in its file, "" in an older state, and then
+            `events_before`: lines that the file had before it; `events_written`: lines of it there.
         losses: of the window in progress, and the spread of the one before.
         gradients: (tensor, largest magnitude of its gradient), of the last window that told.
         was_noisy: see `Stability`.
@@ -69,6 +69,7 @@ class Run:
     device: Device | None = None
     parts: tuple[str, ...] = ()
     events: tuple[Event, ...] = ()
+    events_run: str = ""
     events_before: int = 0
     events_written: int = 0
     losses: Losses = Losses()

@@ -61,7 +61,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def told(path: Path) -> list[tuple[int, str]]:
-    return [(e["step"], e["kind"]) for e in lines_of(path) if e["kind"] in ("planned", "bad_step")]
+    return [(e["step"], e["kind"]) for e in lines_of(path) if e.get("kind") in ("planned", "bad_step")]
 
 
 def watched(path: Path) -> WatchedRun:
@@ -156,3 +156,92 @@ def test_a_run_goes_on_behind_a_line_that_power_cut_off(tmp_path: Path) -> None:
     whole = path.read_text().rpartition("\n")[0]
     Run(path).train(0, 4)
     assert path.read_text().startswith(f"{whole}\n") and watched(path).steps == 3
+
+
+# A file that others write to, too ------------------------------------------------------------------------------------
+
+
+def test_a_resume_takes_away_nothing_of_another_run(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    first = Run(path).train(0, 6, bad=(4,))
+    state = first.session.state_dict()
+    first.train(6, 9, bad=(7,))
+    Run(path, "fp16").train(0, 7, bad=(5,))
+    path.write_bytes(path.read_bytes() + b"\xff of a stranger's\r\n")
+    before = path.read_bytes()
+    last = b"".join(line for line in before.splitlines(True) if b'"bad_step"' in line and b'"step": 6' in line)
+    second = Run(path)
+    second.session.load_state_dict(state)
+    assert last and path.read_bytes() == before.replace(last, b"")
+
+
+def test_two_models_of_one_program_neither_double_nor_lose_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+
+    def train(runs: list[Run], start: int, end: int) -> None:
+        for i in range(start, end):
+            for run in runs:
+                run.train(i, i + 1, bad=(5, 9))
+
+    runs = [Run(path), Run(path)]
+    train(runs, 0, 7)
+    states = [run.session.state_dict() for run in runs]
+    train(runs, 7, 12)
+    straight = without_figures(path)
+    assert len({e["run"] for e in lines_of(path)}) == 2
+    for _ in range(2):
+        runs = [Run(path), Run(path)]
+        for run, state in zip(runs, states, strict=True):
+            run.session.load_state_dict(state)
+        train(runs, 7, 12)
+        assert without_figures(path) == straight
+        for run in runs:
+            own = [e for e in run.session._log.told()[1] if e.kind in ("planned", "bad_step")]
+            assert own == run.session.events
+
+
+def test_a_program_that_changes_its_folder_goes_on_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    run = Run("events.jsonl").train(0, 5)
+    monkeypatch.chdir(tmp_path / "b")
+    run.train(5, 10, bad=(7,))
+    assert told(tmp_path / "a" / "events.jsonl") == [(3, "planned"), (7, "bad_step")]
+    assert [*(tmp_path / "b").iterdir()] == []
+
+
+def test_a_run_that_went_on_while_its_file_could_not_be_written_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    first = Run(path).train(0, 5)
+    with full(path.stat().st_size), pytest.warns(RuntimeWarning):
+        first.train(5, 7, bad=(6,))
+    state = first.session.state_dict()
+    second = Run(path)
+    with full(0), pytest.warns(RuntimeWarning):
+        second.session.load_state_dict(state)
+    second.train(7, 9, bad=(8,))
+    assert told(path) == [(3, "planned"), (6, "bad_step"), (7, "bad_step")]
+
+
+def test_an_older_state_finds_its_lines_by_their_place(tmp_path: Path) -> None:
+    """Its lines have no name, and get one."""
+    path = tmp_path / "events.jsonl"
+    first = Run(path).train(0, 6, bad=(4,))
+    state = first.session.state_dict()
+    first.train(6, 9, bad=(7,))
+    header = json.loads(state["autoprec"])
+    del header["run"]["events_run"]
+    header["run"]["events_before"] = 1
+    older = {**state, "autoprec": json.dumps(header)}
+    unnamed = [json.dumps({k: v for k, v in e.items() if k != "run"}) for e in lines_of(path)]
+    path.write_text("\n".join(['{"of": "another run"}', *unnamed]) + "\n")
+    Run(path, "fp16").train(0, 4)
+    second = Run(path)
+    second.session.load_state_dict(older)
+    assert told(path)[:3] == [(3, "planned"), (4, "bad_step"), (3, "planned")] and len(told(path)) == 3
+    second.train(6, 9, bad=(7,))
+    mine = [e["kind"] for e in lines_of(path)[1:] if e["run"] == second.session._log.run]
+    assert [kind for kind in mine if kind in ("planned", "bad_step")] == ["planned", "bad_step", "bad_step"]

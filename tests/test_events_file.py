@@ -116,7 +116,7 @@ def test_however_it_grew_it_says_what_it_says_at_once(events: list[Event], cuts:
         assert file.run == follow(WatchedRun(), events)
 
 
-WORDS = st.one_of(st.text(max_size=3), st.sampled_from(["step", "kind", "op", "evidence"]))
+WORDS = st.one_of(st.text(max_size=3), st.sampled_from(["step", "kind", "op", "evidence", "run"]))
 VALUES = st.one_of(st.integers(-3, 3), st.text(max_size=3), st.booleans(), st.none(), st.floats(), st.just([]))
 JSON_LINES = st.one_of(
     st.dictionaries(WORDS, VALUES).map(json.dumps),
@@ -139,7 +139,8 @@ def test_the_quick_reading_is_the_strict_one_or_none(line: str) -> None:
     found = _quick_event(line)
     if found is not None:
         assert found == event_from_json_line(line)
-    assert _quick_event(event_to_json_line(LINES[6])) == LINES[6]
+    for run in ("", "1f3a"):
+        assert _quick_event(event_to_json_line(LINES[6], run)) == LINES[6]
 
 
 def test_a_hundred_thousand_lines_of_fifteen_hundred_ops(run: Run) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from json import JSONDecoder
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 
@@ -14,7 +14,7 @@ from autoprec.errors import InputError
 from autoprec.plans import Event
 from autoprec.serial.values import event_from_json_line
 
-__all__ = ["EventsFile"]
+__all__ = ["EventsFile", "run_of"]
 
 _CHUNK_BYTES = 1 << 20
 
@@ -94,10 +94,20 @@ class EventsFile(Generic[T]):
             self._event(line, self._lines + 1)
 
 
+def run_of(line: bytes) -> str:
+    """Whose line it is; "" where it says nothing of that, or is no event."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return ""
+    run = found.get("run") if isinstance(found, dict) else None
+    return run if isinstance(run, str) else ""
+
+
 _HINT = "; each line must be an event as a run writes them: is this its file of events?"
 
 _FIELDS = frozenset(f.name for f in fields(Event))
-_DECODER = JSONDecoder(object_pairs_hook=tuple)
+_DECODER = json.JSONDecoder(object_pairs_hook=tuple)
 
 
 def _quick_event(line: str) -> Event | None:
@@ -109,9 +119,11 @@ def _quick_event(line: str) -> Event | None:
     if not isinstance(pairs, tuple):
         return None
     found = dict(pairs)
+    once = len(found) == len(pairs)
     texts = [value for name, value in pairs if name != "step"]
+    found.pop("run", None)
     plain = type(found.get("step")) is int and all(type(text) is str for text in texts)
-    known = len(found) == len(pairs) and "kind" in found and found.keys() <= _FIELDS
+    known = once and "kind" in found and found.keys() <= _FIELDS
     return Event(**found) if plain and known else None
 
 

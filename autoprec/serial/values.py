@@ -211,12 +211,15 @@ def _write(path: PathLike, name: str, value: Any, error: type[InputError]) -> No
 # -- events --------------------------------------------------------------------------------------------------------
 
 
-def event_to_json_line(event: Event) -> str:
-    """One line of JSON, without its end."""
-    return json.dumps(encode(event), allow_nan=False)
+def event_to_json_line(event: Event, run: str = "") -> str:
+    """One line of JSON, without its end. `run`: whose event it is, for `run_of`, in a file that several runs write."""
+    return json.dumps(encode(event) | ({"run": run} if run else {}), allow_nan=False)
 
 
 def event_from_json_line(line: str, path: str = "event") -> Event:
-    """The event of a line; `InputError` that names `path` otherwise."""
+    """The event of a line, of whichever run; `InputError` that names `path` otherwise."""
     source = Source(path, InputError)
-    return decode(parse_json(line, source), Event, source)
+    root = parse_json(line, source)
+    if isinstance(root.value, dict) and isinstance((run := root.value.get("run")) and run.value, str):
+        del root.value["run"]
+    return decode(root, Event, source)
