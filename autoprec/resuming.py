@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoprec.errors import StateError
+from autoprec.errors import PlanError, StateError
 from autoprec.serial import read_state, state_from_parts, state_parts, write_state
 from autoprec.serial.trees import Source
 from autoprec.states import Counts, Run, RunState, check_same
@@ -95,6 +95,9 @@ def _give(session: Session, state: RunState) -> None:
         raise StateError("this session has begun already: load the state before its first step")
     mine = _identity(session)
     check_same(run, **{**mine, "parameters": dict(mine["parameters"])})
+    _check_parts(session, run)
+    # From here on nothing can fail. What an evaluation bound before is bound anew, under the plan.
+    session._slots.clear()
     counts, observed, stability = run.counts, session._observed, session._stability
     session.steps, session.skipped_steps = counts.steps, counts.skipped_steps
     session._bad_in_row, session.step_was_skipped = counts.bad_in_row, counts.step_was_skipped
@@ -111,13 +114,23 @@ def _give(session: Session, state: RunState) -> None:
         session.adopt(run.plan)
     if run.plan is not None and run.takeover_step is not None and run.takeover_step > run.counts.steps:
         session._takeover.goes_on(run.plan, run.takeover_step)
-        for slot in session._slots.values():
-            slot.adopt(run.plan, session._device_type, compiled=False)
     stability.was_noisy = run.was_noisy
     session._window_steps, observed.window = counts.window_steps, state.window
     session._losses.known = run.losses
     wrote = {"run": run.events_run, "before": run.events_before, "written": run.events_written}
     session._log.begin_with(run.events, **wrote)
+
+
+def _check_parts(session: Session, run: Run) -> None:
+    """`StateError` where the model has not all that the state speaks of, or trains what lives in a narrow format."""
+    known = dict(session.model.named_modules())
+    if missing := [name for name in run.parts if name not in known]:
+        raise StateError(f"the state is of another model: it has the module {missing[0]}, and this one does not")
+    if run.plan is not None:
+        try:
+            session._frozen.check(run.plan)
+        except PlanError as error:
+            raise StateError(f"the state does not fit this model: {error}") from error
 
 
 def _identity(session: Session) -> dict[str, Any]:

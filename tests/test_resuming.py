@@ -215,6 +215,53 @@ def test_the_state_of_another_run_is_refused(state: dict[str, Any], how: dict[st
     assert run.session.plan is None and run.session.steps == 0
 
 
+def half_frozen(frozen: bool = True) -> nn.Module:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    model[0].requires_grad_(not frozen)
+    return model
+
+
+def test_a_load_that_failed_changed_nothing_and_can_be_tried_again() -> None:
+    """Somebody forgot to freeze what lives in a narrow format."""
+    policy = kills.policy().replaced(formats=("fp32", "bf16"), storage={"formats": (), "frozen": ("bf16",)})
+    first = Run(half_frozen, policy).train(0, 8)
+    found = first.saved()
+    assert first.session.plan is not None and first.session.plan.living
+    second = Run(partial(half_frozen, False), policy)
+    fresh = second.session.state_dict()
+    before = {name: p.detach().clone() for name, p in second.model.named_parameters()}
+    with pytest.raises(StateError, match=r"does not fit this model: .* 0\.\w+ in bf16 .*freeze it"):
+        second.session.load_state_dict(found["session"])
+    after = second.session.state_dict()
+    assert second.session.profile is None and second.session.graph is None and after["autoprec"] == fresh["autoprec"]
+    assert all(type(p) is nn.Parameter and torch.equal(p, before[n]) for n, p in second.model.named_parameters())
+    second.model[0].requires_grad_(False)
+    second.load(found).train(8, 16)
+    assert first.losses + second.losses == Run(half_frozen, policy).train(0, 16).losses
+
+
+def test_the_state_of_a_model_with_other_modules_is_refused(state: dict[str, Any]) -> None:
+    header = json.loads(state["autoprec"])
+    header["run"]["parts"] = ["first", "nowhere"]
+    run = Run()
+    with pytest.raises(StateError, match="another model: it has the module nowhere"):
+        run.session.load_state_dict({**state, "autoprec": json.dumps(header)})
+    assert run.session.plan is None and run.session.steps == 0
+    run.session.load_state_dict(state)
+
+
+def test_what_was_evaluated_before_the_load_runs_under_the_plan(whole: Run) -> None:
+    first = Run().train(0, 8)
+    found = first.saved()
+    second = Run()
+    second.model.eval()
+    with torch.no_grad():
+        second.model(torch.ones(8, 16))
+    second.model.train()
+    second.load(found).train(8, 12)
+    assert first.losses + second.losses == whole.losses[:12]
+
+
 def test_a_state_is_of_the_time_between_two_steps(state: dict[str, Any]) -> None:
     run = Run()
     run.model(torch.randn(64, 16)).sum().backward()

@@ -43,8 +43,8 @@ class FrozenParameters:
 
         Raises `PlanError`, before anything is rounded, where a parameter does not exist or is not frozen.
         """
-        new = {t: f for t, f in plan.living.items() if t not in self.living}
-        found = {t: self._frozen(t, f) for t, f in new.items()}
+        found = self.check(plan)
+        new = {t: plan.living[t] for t in found}
         before = sum(p.numel() * 4 for p in found.values())
         for tensor, fmt in new.items():
             narrow(found[tensor], fmt)
@@ -59,6 +59,11 @@ class FrozenParameters:
         counted = " and ".join(f"{n} in {fmt}" for fmt, n in sorted(Counter(new.values()).items()))
         what = f"frozen parameters live {counted}: {after} bytes instead of {before}. Their FP32 values are gone: "
         self._tell("frozen", evidence=what + "unwrap, state_dict and copies give what they were rounded to")
+
+    def check(self, plan: Plan) -> dict[str, nn.Parameter]:
+        """What the plan wants narrow and is not yet, by its tensor id; `PlanError` where a parameter does not exist or
+        is not frozen."""
+        return {t: self._frozen(t, f) for t, f in plan.living.items() if t not in self.living}
 
     def _frozen(self, tensor: str, fmt: str) -> nn.Parameter:
         fqn = tensor.removeprefix("param:")
