@@ -16,6 +16,7 @@ from autoprec.errors import PlanError, StateError
 from autoprec.serial import read_state, state_from_parts, state_parts, write_state
 from autoprec.serial.trees import Source
 from autoprec.states import Counts, Run, RunState, check_same
+from autoprec.tracing.sites import SiteRegister
 
 if TYPE_CHECKING:
     from autoprec.sessions import Session
@@ -72,6 +73,7 @@ def _take(session: Session) -> RunState:
             graph=observed.graph,
             device=session.device,
             parts=tuple(session._parts.names),
+            sites=session._sites.known if session._sites_settled else session._sites_before,
             events=tuple(session.events),
             events_run=session._log.run,
             events_written=session._log.written,
@@ -98,6 +100,7 @@ def _give(session: Session, state: RunState) -> None:
     _check_parts(session, run)
     # From here on nothing can fail. What an evaluation bound before is bound anew, under the plan.
     session._slots.clear()
+    session._sites, session._sites_before, session._sites_settled = SiteRegister(run.sites), run.sites, False
     counts, observed, stability = run.counts, session._observed, session._stability
     session.steps, session.skipped_steps = counts.steps, counts.skipped_steps
     session._bad_in_row, session.step_was_skipped = counts.bad_in_row, counts.step_was_skipped

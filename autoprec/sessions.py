@@ -46,8 +46,9 @@ from autoprec.schedules import Schedule
 from autoprec.scheduling import Scheduler, cuda_devices
 from autoprec.settling import Settling
 from autoprec.stability import Stability
-from autoprec.tracing.bindings import Binding, SiteRegister, bind
+from autoprec.tracing.bindings import Binding, bind
 from autoprec.tracing.checkpoints import Change
+from autoprec.tracing.sites import SiteRegister, SitesOf
 from autoprec.tracing.templates import Template
 
 __all__ = ["Session", "session_of"]
@@ -109,7 +110,7 @@ class Session(Settling, Replanning, Resumable):
         if not self._parameters:
             raise InputError(f"{type(model).__name__} has no parameters: there is nothing to schedule")
         refusals.refuse_half(self._parameters)
-        self._sites = SiteRegister()
+        self._sites, self._sites_before = SiteRegister(), tuple[SitesOf, ...]()
         self._slots: dict[tuple[Template, tuple[int, ...]], Slot] = {}
         self.unowned: set[Template] = set()
         self._observed = Observations(
@@ -235,7 +236,7 @@ class Session(Settling, Replanning, Resumable):
         trains = torch.is_grad_enabled() and self.model.training
         if trains and not self._sites_settled:
             # Call sites are numbered in the order of the training graphs, also where an evaluation came first.
-            self._sites_settled, self._sites = True, SiteRegister()
+            self._sites_settled, self._sites = True, SiteRegister(self._sites_before)
             self._slots.clear()
         binding = bind(template, arguments, self._names, buffer_names, self._sites)
         trains = any(self._parameters[f].requires_grad for f in binding.parameters.values())

@@ -46,6 +46,8 @@ class Run:
         plan: what runs; None while calibrating.
         given: the plan that the session was made with.
         parts: modules that are captured on their own.
+        sites: of each (module, kind), the call sites in the order of their numbers, as (source line, occurrence); () in
+            an older state, and then the branch that runs first has the first number.
         events: everything that happened; `events_run`: the name of the run in its file, "" in an older state, and then
             `events_before`: lines that the file had before it; `events_written`: lines of it there.
         losses: of the window in progress, and the spread of the one before.
@@ -68,6 +70,7 @@ class Run:
     graph: OpGraph | None = None
     device: Device | None = None
     parts: tuple[str, ...] = ()
+    sites: tuple[tuple[str, str, tuple[tuple[str, int], ...]], ...] = ()
     events: tuple[Event, ...] = ()
     events_run: str = ""
     events_before: int = 0

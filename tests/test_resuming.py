@@ -18,6 +18,7 @@ from torch import nn
 import autoprec
 from autoprec.errors import StateError
 from autoprec.serial import load_policy, read_state, state_parts, write_state
+from autoprec.tracing.sites import SiteRegister
 from tests.campaigns import kills
 
 STEPS = 60
@@ -135,6 +136,83 @@ def test_an_evaluation_may_come_first(whole: Run) -> None:
     second.model.train()
     second.train(8, 12)
     assert first.losses + second.losses == whole.losses[:12]
+
+
+class Branches(nn.Module):
+    """Two call sites of one kind in one module; which of them runs depends on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(16, 16) * 0.3) for _ in range(2))
+        self.takes_second = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.takes_second:
+            return nn.functional.linear(x, self.second)
+        return nn.functional.linear(x, self.first)
+
+
+class BranchingRun(Run):
+    """Of `Branches`, the second of which leaves FP16 in the seventh step; ids of the ops that read each parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(Branches, kills.policy().replaced(calibration={"steps": 3}))
+
+    def train(self, start: int, end: int) -> BranchingRun:
+        for step in range(start, end):
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+            self.model.takes_second = step % 2 == 1
+            self.optimizer.zero_grad()
+            loss = self.model(x * (2e5 if self.model.takes_second and step >= 7 else 1.0)).abs().mean() * 1e-4
+            loss.backward()
+            self.optimizer.step()
+            self.losses.append(repr(float(loss.detach())))
+        return self
+
+    @property
+    def ids(self) -> dict[str, str]:
+        ops = [op for binding in self.session.bindings for op in binding.ops]
+        return {op.weights[0]: op.id for op in ops if op.weights}
+
+
+@pytest.mark.parametrize("cut", [2, 7, 12, 13])
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_ops_are_called_the_same_whichever_branch_runs_first(cut: int, evaluated: bool) -> None:
+    first = BranchingRun().train(0, cut)
+    found = first.saved()
+    first.train(cut, 24)
+    second = BranchingRun()
+    second.load(found)
+    if evaluated:
+        second.model.eval()
+        second.model.takes_second = True
+        with torch.no_grad():
+            second.model(torch.ones(8, 16))
+        second.model.train()
+    second.train(cut, 24)
+    assert second.ids == first.ids == {"first": ":linear#0", "second": ":linear#1"}
+    assert second.losses == first.losses[cut:]
+    second.same_as(first)
+
+
+def test_an_older_state_knows_no_call_sites() -> None:
+    found = BranchingRun().train(0, 13).saved()
+    header = json.loads(found["session"]["autoprec"])
+    assert header["run"].pop("sites")
+    found["session"]["autoprec"] = json.dumps(header)
+    run = BranchingRun()
+    run.load(found)
+    run.train(13, 15)
+    assert run.session.steps == 15
+
+
+def test_call_sites_of_a_source_that_was_changed_take_the_numbers_that_are_free() -> None:
+    sites = SiteRegister()
+    assert [sites.number("a", "mm", f"x.py@1:{line}", 0) for line in (8, 6, 8)] == [0, 1, 0]
+    same, other = SiteRegister(sites.known), SiteRegister(sites.known)
+    assert [same.number("a", "mm", f"x.py@1:{line}", 0) for line in (9, 6, 8)] == [2, 1, 0]
+    assert [other.number("a", "mm", f"x.py@2:{line}", 0) for line in (9, 7, 9, 11)] == [0, 1, 0, 2]
+    assert other.number("b", "mm", "x.py@2:9", 0) == 0
 
 
 def test_a_file_holds_every_bit(tmp_path: Path) -> None:

@@ -25,28 +25,10 @@ from autoprec.tracing.kinds import (
     kind_of,
     returns_float32,
 )
+from autoprec.tracing.sites import SiteRegister
 from autoprec.tracing.templates import Path, Template, module_path, user_frame
 
-__all__ = ["Binding", "OpNode", "SiteRegister", "bind"]
-
-
-class SiteRegister:
-    """Numbers the call sites of each (module, kind) in the order in which they are first seen.
-
-    A site is a source line and its occurrence in the graph, so that train and eval graphs, recompiled graphs and the
-    pieces left by graph breaks agree on an op's id.
-    """
-
-    def __init__(self) -> None:
-        self._sites: dict[tuple[str, str], list[tuple[str, int]]] = {}
-
-    def number(self, fqn: str, kind: str, frame: str, occurrence: int) -> int:
-        """Place of a site among those of its kind in its module."""
-        sites = self._sites.setdefault((fqn, kind), [])
-        site = (frame, occurrence)
-        if site not in sites:
-            sites.append(site)
-        return sites.index(site)
+__all__ = ["Binding", "OpNode", "bind"]
 
 
 @dataclass(frozen=True, eq=False)

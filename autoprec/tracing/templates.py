@@ -6,10 +6,12 @@ identity at call time says who runs. Module paths of the template are mapped to 
 
 from __future__ import annotations
 
+import linecache
 import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -94,9 +96,15 @@ def module_path(node: fx.Node) -> Path:
 
 
 def user_frame(node: fx.Node) -> str:
-    """`file:line` of the innermost source line of a node: with an occurrence number, its call site."""
+    """`file@digest:line` of the innermost source line of a node: with an occurrence number, its call site."""
     frames = _FRAME.findall(node.stack_trace or "")
     if not frames:
         return ""
     file, line = frames[-1]
-    return f"{file.rsplit('/', 1)[-1]}:{line}"
+    return f"{file.rsplit('/', 1)[-1]}@{_digest(file)}:{line}"
+
+
+@cache
+def _digest(file: str) -> str:
+    """Of a source as Python shows it; of none where there is no file."""
+    return f"{zlib.crc32(''.join(linecache.getlines(file)).encode(errors='replace')):08x}"
