@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from autoprec.errors import InfeasibleError
@@ -36,10 +37,19 @@ def tournament_of(session: Session) -> Tournament:
     return Tournament(list(session._calls), buffers, session._device_type, session.lowering, loss_bytes)
 
 
-def first_plan(session: Session) -> Plan:
-    """The one that won. Where none of the contestants keeps the budget compiled, one that does so uncompiled stays
-    uncompiled."""
-    tournament, make = tournament_of(session), session._scheduler.first_plan
+def first_plan(session: Session, banned: frozenset[tuple[str, ...]]) -> Plan:
+    """The one that won, without what is banned, if there is such a one. Where none of the contestants keeps the budget
+    compiled, one that does so uncompiled stays uncompiled."""
+    try:
+        return _first_plan(session, banned)
+    except InfeasibleError:
+        if not banned:
+            raise
+        return _first_plan(session, frozenset())
+
+
+def _first_plan(session: Session, banned: frozenset[tuple[str, ...]]) -> Plan:
+    tournament, make = tournament_of(session), partial(session._scheduler.first_plan, banned=banned)
     try:
         return make(session._guard.optimizer_bytes, tournament)
     except InfeasibleError as error:

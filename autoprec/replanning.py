@@ -43,6 +43,8 @@ class Replanning:
         if self.calibrating:
             if self._observed.steps >= self.policy.calibration.steps:
                 _plan_in_the_loop(self)
+                if _due(self):  # the first plan could not keep the budget and the schedule both
+                    replan(self)
             return
         # Once, after the first step that is observed, also in a run that goes on from a state.
         if seen is not None and self.steps == self.policy.monitor.interval_steps and (told := given_breaks(self)):
@@ -51,7 +53,7 @@ class Replanning:
             _judge_window(self)
         elif seen is not None and self.plan is not None:
             _follow_gradients(self, seen)
-        if self._schedule.is_due(self.steps):
+        if _due(self):
             replan(self)
         if self._takeover.due_step is not None:
             _take_over(self)
@@ -63,12 +65,15 @@ class Replanning:
 
         Raises `InputError` if nothing was observed yet, `InfeasibleError` if no plan keeps the budgets.
         """
-        plan = self.adopt(first_plan(self))
+        due, banned = _due(self), self._schedule.banned(self.steps, self.graph, self.policy.formats)
+        plan = self.adopt(first_plan(self, banned))
         self._event("planned", evidence=f"{', '.join(plan.formats_used()) or 'fp32'}; binding: {plan.binding}")
         solved = next((c.measured for c in plan.contestants if c.name == SOLVER), None)
         if solved is not None and solved.failure and plan.adopted is not None:
             told = f"the solver's plan failed: {solved.failure}; {plan.adopted.name} was adopted"
             self._event("warning", trigger="contest", evidence=told)
+        if due and not any((a.op, a.format, str(a.role)) in banned for a in plan.assignments):
+            _raise(self, due)
         self._log.assign(self.steps, None, plan)
         _note_run(self)
         return plan
@@ -125,7 +130,22 @@ class Replanning:
     def _banned(self: Session) -> frozenset[tuple[str, ...]]:  # type: ignore[misc]
         """(op, format) pairs that proved unstable, and (op, format, role) that the schedule forbids by now."""
         graph = self._observed.graph
-        return self._stability.floors.banned | self._schedule.banned(self.steps, graph, self.policy.formats)
+        return self._stability.floors.banned | self._schedule.banned(
+            self.steps, graph, self.policy.formats, self._raised
+        )
+
+
+def _due(session: Session) -> frozenset[int]:
+    """Entries of the schedule that count by now, and that the plan does not know yet. None before a step was observed:
+    nobody can say which ops they are about."""
+    return frozenset() if session.graph is None else session._schedule.due(session.steps, session._raised)
+
+
+def _raise(session: Session, due: frozenset[int]) -> None:
+    """These entries are in the plan from now on."""
+    session._raised |= due
+    if said := session._schedule.said(session.steps, due):
+        session._event("scheduled", trigger="schedule", evidence=said)
 
 
 def _adopt_again(session: Session, before: Plan, solve: Solve) -> Plan:
@@ -264,10 +284,9 @@ def _tell_scales(session: Session, turn: Turn) -> None:
 def replan(session: Session) -> None:
     """Solve again without what is banned now; what was promoted or demoted is told with what came of it."""
     assert (before := session.plan) is not None
-    banned = session._banned
+    banned, due = session._banned, _due(session)
     plan = _adopt_again(session, before, lambda peak: session._scheduler.plan_again(before, banned, peak))
     session._log.settle(before, plan)
-    if (said := session._schedule.said(session.steps)) is not None:
-        session._event("scheduled", trigger="schedule", evidence=said)
+    _raise(session, due)
     session._log.assign(session.steps, before, plan)
     _note_run(session)

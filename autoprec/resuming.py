@@ -73,6 +73,7 @@ def _take(session: Session) -> RunState:
             graph=observed.graph,
             device=session.device,
             parts=tuple(session._parts.names),
+            scheduled=tuple(sorted(session._raised)),
             sites=session._sites.known if session._sites_settled else session._sites_before,
             events=tuple(session.events),
             events_run=session._log.run,
@@ -110,6 +111,9 @@ def _give(session: Session, state: RunState) -> None:
     session._scheduler.device, session._scheduler.given = run.device, run.given
     session._given_plan = False  # it ran before
     session._ops_of_state = () if run.graph is None else tuple(op.id for op in run.graph.ops if op.roles)
+    session._raised = frozenset(run.scheduled or ())
+    if run.scheduled is None and run.plan is not None:
+        session._raised = session._schedule.due(run.counts.steps, ())
     session._parts.capture(session.model, run.parts)
     session.lowering.known_before = frozenset(run.lowered)
     session.lowering.left_uncompiled = dict(run.uncompiled)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from autoprec.errors import InputError
@@ -36,15 +36,19 @@ class Schedule:
             found.append((int(after), entry))
         return cls(entries=tuple(found))
 
-    def is_due(self, steps: int) -> bool:
-        """Whether an entry begins to count after so many steps."""
-        return any(after == steps for after, _ in self.entries)
+    def due(self, steps: int, raised: Collection[int]) -> frozenset[int]:
+        """Numbers of the entries that count after so many steps, without those that the plan knows (`raised`)."""
+        return frozenset(i for i, (after, _) in enumerate(self.entries) if after <= steps) - frozenset(raised)
 
-    def banned(self, steps: int, graph: OpGraph | None, formats: Iterable[str]) -> frozenset[tuple[str, str, str]]:
-        """(op, format, role) that no plan may have by now."""
+    def banned(
+        self, steps: int, graph: OpGraph | None, formats: Iterable[str], raised: Collection[int] = ()
+    ) -> frozenset[tuple[str, str, str]]:
+        """(op, format, role) that no plan may have by now. What was `raised` stays so, also where a run goes on with
+        more steps planned."""
         if graph is None:
             return frozenset()
-        narrow = {e: [f for f in formats if format_named(f).bits < format_named(e.to).bits] for e in self._begun(steps)}
+        begun = [e for i, (after, e) in enumerate(self.entries) if after <= steps or i in raised]
+        narrow = {e: [f for f in formats if format_named(f).bits < format_named(e.to).bits] for e in begun}
         return frozenset(
             (op.id, name, str(role))
             for entry, names in narrow.items()
@@ -53,14 +57,14 @@ class Schedule:
             for name in names
         )
 
-    def said(self, steps: int) -> str | None:
-        """What begins to count after so many steps, for people."""
-        due = [entry for after, entry in self.entries if after == steps]
-        texts = [_text(e) for e in due]
-        return f"after {steps} steps {', '.join(texts)}" if due else None
+    def said(self, steps: int, due: Collection[int]) -> str:
+        """What begins to count after so many steps, for people; "" if nothing does."""
+        texts = [_text(e) + _late(steps - after) for i, (after, e) in enumerate(self.entries) if i in due]
+        return f"after {steps} steps {', '.join(texts)}" if texts else ""
 
-    def _begun(self, steps: int) -> list[Raise]:
-        return [entry for after, entry in self.entries if after <= steps]
+
+def _late(steps: int) -> str:
+    return f" ({steps} steps after it was due)" if steps else ""
 
 
 def _text(entry: Raise) -> str:

@@ -140,8 +140,11 @@ class Scheduler:
         )
         return (plan, f"{evidence} bf16") if less < need else (None, f"{evidence} fp32")
 
-    def first_plan(self, measured_optimizer_bytes: int, tournament: Tournament) -> Plan:
-        """Plan from what calibration recorded, and let the proposals run against each other.
+    def first_plan(
+        self, measured_optimizer_bytes: int, tournament: Tournament, banned: frozenset[tuple[str, ...]]
+    ) -> Plan:
+        """Plan from what calibration recorded, and let the proposals run against each other. `banned` as in
+        `solve_again`.
         `measured_optimizer_bytes` is 0 where no optimizer was seen: then the policy's name for one counts.
 
         Raises `InputError` if nothing was observed yet, `PolicyError` for a rule that matches nothing,
@@ -152,7 +155,7 @@ class Scheduler:
         state = measured_optimizer_bytes or optimizer_bytes(self.policy.optimizer, graph.gradient_bytes)
         graph = self._observed.graph = replace(graph, optimizer_bytes=state)
         self.policy.check_against(graph)
-        proposals = propose(self._question(None))
+        proposals = propose(self._question(None, banned=banned))
         if tournament.empty or (proposals.question.budget_bytes is None and len(proposals.all) == 1):
             return by_prediction(proposals)
         return contest(proposals, tournament)

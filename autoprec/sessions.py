@@ -119,6 +119,7 @@ class Session(Settling, Replanning, Resumable):
         compiles = backend != "eager"
         self._scheduler = Scheduler(self.policy, device, self._device_type, self._observed, given=plan, fuses=compiles)
         self._schedule = Schedule.of(self.policy, total_steps)
+        self._raised = frozenset[int]()  # entries of it that the plan knows
         self._stability = Stability(self.policy, self._observed)
         self._provisional = Provisional(self._scheduler, self._device_type)
         self._window_steps = self._bad_in_row = 0
@@ -294,7 +295,9 @@ class Session(Settling, Replanning, Resumable):
         monitored = self.steps % interval == interval - 1 and self._stability.watches(self.plan)
         if self.calibrating:
             self._provisional.begin_step()
-        if self.calibrating or monitored:
+        # To raise precision in a plan that was given, its ops must be known.
+        needed = self.graph is None and bool(self._schedule.due(self.steps + 1, self._raised))
+        if self.calibrating or monitored or needed:
             summed = self._stability.summed(self.plan)
             self._observed.begin(calibrating=self.calibrating, explicit_loss=self._up_front, summed=summed)
 

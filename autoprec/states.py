@@ -46,6 +46,8 @@ class Run:
         plan: what runs; None while calibrating.
         given: the plan that the session was made with.
         parts: modules that are captured on their own.
+        scheduled: numbers of the entries of the policy's schedule that the plan knows; None in an older state, whose
+            plan knows those that were due.
         sites: of each (module, kind), the call sites in the order of their numbers, as (source line, occurrence); () in
             an older state, and then the branch that runs first has the first number.
         events: everything that happened; `events_run`: the name of the run in its file, "" in an older state, and then
@@ -70,6 +72,7 @@ class Run:
     graph: OpGraph | None = None
     device: Device | None = None
     parts: tuple[str, ...] = ()
+    scheduled: tuple[int, ...] | None = None
     sites: tuple[tuple[str, str, tuple[tuple[str, int], ...]], ...] = ()
     events: tuple[Event, ...] = ()
     events_run: str = ""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
+from typing import Any
 
 import pytest
 import torch
@@ -130,6 +132,87 @@ def test_a_run_that_goes_on_is_raised_when_it_is_due() -> None:
     assert plans[0] == plans[1]
 
 
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_what_is_due_by_the_end_of_calibration_is_in_the_first_plan(after: int) -> None:
+    """Which is made after two steps."""
+    as_narrow_as_may_be = [{"ceiling": "bf16", "optional": True}]
+    run = Training(policy(schedule=({"after": after, "raise": "2", "to": "fp32"},), rules=as_narrow_as_may_be))
+    run.steps(2)
+    assert narrowest(run.session, "0") == 16 and narrowest(run.session, "2") == (16 if after == 3 else 32)
+    run.steps(8)
+    assert narrowest(run.session, "2") == 32
+    assert [(e.kind, e.step) for e in run.session.events] == [("planned", 2), ("scheduled", max(2, after))]
+    assert ("1 steps after it was due" in run.told("scheduled")[0].evidence) == (after == 1)
+
+
+def test_a_schedule_that_no_budget_allows_costs_no_plan() -> None:
+    """The first plan is made without it; it then holds outside the budget, as for an entry that is due later."""
+    entry = {"after": 1, "raise": "*", "to": "fp32"}
+    free = Training(policy())
+    free.steps(2)
+    assert free.session.plan is not None and free.session.plan.predicted and free.session.plan.predicted_fp32
+    least, most = free.session.plan.predicted.peak_bytes, free.session.plan.predicted_fp32.peak_bytes
+    assert least < most
+    run = Training(policy(schedule=(entry,)), budget=(least + most) // 2)
+    run.steps(4)
+    assert run.session.plan is not None and run.session.plan.is_identity
+    assert [e.kind for e in run.session.events if e.kind in ("planned", "scheduled")] == ["planned", "scheduled"]
+    assert any("outside the budgets" in e.evidence for e in run.told("warning"))
+
+
+def test_what_is_due_before_a_given_plan_was_observed_is_raised_when_it_is_due() -> None:
+    """No step but the 32nd would be observed."""
+    made = Training(policy())
+    made.steps(3)
+    rarely = {"window_steps": 64, "interval_steps": 32}
+    entries = ({"after": 5, "raise": "2", "to": "fp32"}, {"after": 7, "raise": "4", "to": "fp32"})
+    run = Training(policy(schedule=entries, monitor=rarely), plan=made.session.plan)
+    run.steps(4)
+    assert narrowest(run.session, "2") == 16 and run.session.graph is None
+    run.steps(1)
+    assert narrowest(run.session, "2") == 32 and narrowest(run.session, "4") == 16
+    run.steps(2)
+    assert narrowest(run.session, "4") == 32
+    assert [e.step for e in run.told("scheduled")] == [5, 7]
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_run_that_goes_on_with_fewer_steps_planned_catches_up_and_with_more_keeps(older: bool) -> None:
+    """Of half the steps, at the eighth; an older state does not say what its plan knows."""
+
+    def resumed(state: dict[str, Any], total_steps: int) -> Training:
+        run = Training(policy(schedule=(entry,)), total_steps=total_steps)
+        run.session.load_state_dict(state)
+        run.steps(1)
+        return run
+
+    def saved(total_steps: int) -> dict[str, Any]:
+        run = Training(policy(schedule=(entry,)), total_steps=total_steps)
+        run.steps(8)
+        state = run.session.state_dict()
+        header = json.loads(state["autoprec"])
+        if older:
+            del header["run"]["scheduled"]
+        return {**state, "autoprec": json.dumps(header)}
+
+    entry = {"after": 0.5, "raise": "2", "to": "fp32"}
+    state = saved(24)
+    assert narrowest(resumed(state, 24).session, "2") == 16
+    if not older:
+        fewer = resumed(state, 12)
+        assert narrowest(fewer.session, "2") == 32 and [e.step for e in fewer.told("scheduled")] == [9]
+        fewer.steps(8)
+        assert len(fewer.told("scheduled")) == 1
+    state = saved(12)
+    for total_steps in (12, 24):
+        run = resumed(state, total_steps)
+        assert narrowest(run.session, "2") == 32
+        run.steps(5)
+        run.session.replan()
+        assert narrowest(run.session, "2") == 32
+        assert [e.step for e in run.told("scheduled")] == ([6, 12] if older and total_steps == 24 else [6])
+
+
 def test_a_share_of_steps_that_nobody_planned_is_refused() -> None:
     with pytest.raises(InputError, match=r"schedule\[0\].after is 0.9 of the planned steps.*total_steps"):
         Training(policy(schedule=({"after": 0.9, "raise": "*", "to": "bf16"},)))
@@ -141,7 +224,8 @@ def test_shares_round_up_and_nothing_is_due_before() -> None:
     entries = ({"after": 0.9, "raise": "*", "to": "bf16"}, {"after": 3, "raise": "*", "to": "bf16"})
     schedule = Schedule.of(policy(schedule=entries), 101)
     assert [after for after, _ in schedule.entries] == [91, 3]
-    assert [s for s in range(200) if schedule.is_due(s)] == [3, 91]
+    assert [s for s in range(200) if schedule.due(s, ()) - schedule.due(s - 1, ())] == [3, 91]
+    assert schedule.due(100, {1}) == {0} and schedule.due(100, {0, 1}) == frozenset()
     assert schedule.banned(2, None, ("fp32", "fp8_e4m3")) == frozenset()
 
 

@@ -189,7 +189,12 @@ def test_a_first_plan_that_keeps_its_budget_uncompiled_alone_stays_so(monkeypatc
     with pytest.raises(autoprec.InfeasibleError, match="no plan fits the budget"):
         budgeted()
     asked, solve = list[Tournament](), Scheduler.first_plan
-    monkeypatch.setattr(Scheduler, "first_plan", lambda self, state, t: (asked.append(t), solve(self, state, t))[1])
+
+    def noted(self: Scheduler, state: int, tournament: Tournament, banned: frozenset[tuple[str, ...]]) -> Plan:
+        asked.append(tournament)
+        return solve(self, state, tournament, banned)
+
+    monkeypatch.setattr(Scheduler, "first_plan", noted)
     with pytest.raises(autoprec.InfeasibleError, match="smallest feasible budget"):
         training(budget=1)
     assert len(asked) == 1  # it would be no other for another lowering
