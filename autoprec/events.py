@@ -61,7 +61,7 @@ class EventLog:
         before a run without a name ("", of a state by an older version)."""
         self.events, mine = list(events), self.run
         self._left = _Left(mine, run, before, written)
-        self.run, self.written = run or mine, 0
+        self.run, self.written = run or mine, written
         self._unwritten.clear()  # of this session before it went on as that run
         self._flush()
 

@@ -226,6 +226,18 @@ def test_a_run_that_went_on_while_its_file_could_not_be_written_loses_nothing(tm
     assert told(path) == [(3, "planned"), (6, "bad_step"), (7, "bad_step")]
 
 
+def test_a_run_that_went_on_without_a_file_for_a_while_keeps_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    first = Run(path).train(0, 6)
+    before, state = path.read_text(), first.session.state_dict()
+    second = Run(None)
+    second.session.load_state_dict(state)
+    state = second.train(6, 8, bad=(7,)).session.state_dict()
+    third = Run(path)
+    third.session.load_state_dict(state)
+    assert path.read_text().startswith(before) and told(path) == [(3, "planned"), (7, "bad_step")]
+
+
 def test_an_older_state_finds_its_lines_by_their_place(tmp_path: Path) -> None:
     """Its lines have no name, and get one."""
     path = tmp_path / "events.jsonl"
