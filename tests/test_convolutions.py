@@ -77,7 +77,8 @@ def test_in_pieces_they_are_those_at_once(
     once = run(x, w, spec, how, kept_as, grad)
     counts = in_pieces(1, monkeypatch)
     apart = run(x, w, spec, how, kept_as, grad)
-    assert counts == [2, 2, 2]
+    # The weight's gradient always; the others where something is cast, or the kernel's copies are the larger tensors.
+    assert set(counts) == {2} and (len(counts) == 3 or output == "fp32")
     sums = run(x.abs(), w.abs(), spec, how, kept_as, grad.abs())  # of the magnitudes that are added up
     for a, b, most in zip(once, apart, sums, strict=True):
         assert a.dtype is b.dtype
@@ -108,8 +109,9 @@ def test_what_kernels_take_is_that_of_a_few_images(monkeypatch: pytest.MonkeyPat
     """Copies of a decoded operand, and of what a kernel reads and writes in layouts of its own."""
     torch.manual_seed(0)
     how = conv_options("conv2d", {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1})
-    x, w = torch.randn(32, 16, 28, 28, requires_grad=True), torch.randn(16, 16, 3, 3, requires_grad=True)
-    spec = spec_of("fp32", "fp32")
+    x = torch.randn(32, 16, 28, 28).bfloat16().requires_grad_()
+    w = torch.randn(16, 16, 3, 3, requires_grad=True)
+    spec = spec_of("bf16", "bf16")  # emulated, so that every pass upcasts
 
     def peaks() -> list[int]:
         kept = encode(x.detach(), "fp8_e4m3")
@@ -121,7 +123,7 @@ def test_what_kernels_take_is_that_of_a_few_images(monkeypatch: pytest.MonkeyPat
 
     once = peaks()
     in_pieces(x.numel() // 8, monkeypatch)
-    results = [4 * x.numel(), 4 * x.numel(), 0]
+    results = [2 * x.numel(), 2 * x.numel(), 0]
     for few, all_, result in zip(peaks(), once, results, strict=True):
         assert few - result <= (all_ - result) / 2
 
