@@ -15,13 +15,12 @@ weights of the moment, and every result of every function in it counts.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from autoprec.plans import Event
 from autoprec.reporting.histories import Span, spans_of
 from autoprec.reporting.pictures import as_svg
 from autoprec.reporting.timelines import COLOURS
+from autoprec.serial.values import event_from_json_line
 from tests.bench.measure import one_thread
 from tests.bench.workloads import conclude
 from tests.growth_contestants import AUTOCAST, CONTESTANTS, FP32, HALF, OURS, OURS_BF16, Probe, Setting, Trainer
@@ -118,7 +118,8 @@ def compete(name: str, seed: int, setting: Setting, folder: Path) -> Run:
             break
     run.skipped = [number for number, changed in enumerate(updated) if not changed]
     run.told, run.loss = trainer.told(run.losses), unseen_loss(trainer, setting)
-    run.events = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+    lines = events.read_text().splitlines() if events.exists() else []
+    run.events = [asdict(event_from_json_line(line)) for line in lines]
     return run
 
 

@@ -73,6 +73,7 @@ class GradientWatch:
         self._hooks: dict[str, Mapping[int, Any]] = {}
         self._unwatched = dict(parameters)
         self._parameters = dict(parameters)
+        self._name_of = {id(p): f for f, p in parameters.items()}
         self.look_for_new()
 
     @property
@@ -195,7 +196,7 @@ class GradientWatch:
         that are left from steps before."""
         if len(self.fresh) == len(self._hooks):
             return
-        names = {id(p): f for f, p in self._parameters.items()}
+        names = self._name_of
         steps = {names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names}
         rest = [f for f in steps - self.fresh if self._parameters[f].grad is not None]
         if rest:
