@@ -141,7 +141,7 @@ class Scheduler:
         return (plan, f"{evidence} bf16") if less < need else (None, f"{evidence} fp32")
 
     def first_plan(
-        self, measured_optimizer_bytes: int, tournament: Tournament, banned: frozenset[tuple[str, ...]]
+        self, measured_optimizer_bytes: int, tournament: Tournament, banned: frozenset[tuple[str, ...]] = frozenset()
     ) -> Plan:
         """Plan from what calibration recorded, and let the proposals run against each other. `banned` as in
         `solve_again`.
