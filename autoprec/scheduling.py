@@ -144,8 +144,8 @@ class Scheduler:
         self, measured_optimizer_bytes: int, tournament: Tournament, banned: frozenset[tuple[str, ...]] = frozenset()
     ) -> Plan:
         """Plan from what calibration recorded, and let the proposals run against each other. `banned` as in
-        `solve_again`.
-        `measured_optimizer_bytes` is 0 where no optimizer was seen: then the policy's name for one counts.
+        `solve_again`; `measured_optimizer_bytes` is 0 where no optimizer was seen: then the policy's name for one
+        counts.
 
         Raises `InputError` if nothing was observed yet, `PolicyError` for a rule that matches nothing,
         `InfeasibleError` if no plan keeps the budgets.

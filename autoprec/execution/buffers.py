@@ -62,12 +62,17 @@ class BufferSnapshot:
             self._seen = [dict(children) for children in self._children]
         found: dict[str, Tensor] = {}
         seen: set[int] = set()
+        for name, b in self._places():
+            if b is not None and id(b) not in seen:
+                seen.add(id(b))
+                found[name] = b
+        return found
+
+    def _places(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Names of buffers, and what is there."""
         for prefix, own in compress(zip(self._names, self._own, strict=True), self._own):  # few modules have any
             for key, b in own.items():
-                if b is not None and id(b) not in seen:
-                    seen.add(id(b))
-                    found[f"{prefix}{key}"] = b
-        return found
+                yield f"{prefix}{key}", b
 
     def take(self) -> None:
         """Copy what may change in the step that begins."""
@@ -85,12 +90,7 @@ class BufferSnapshot:
         wanted = [n for n in buffers if n not in self._constant]
         self._copies = {n: (b := buffers[n], b if b.is_inference() else b.detach().clone()) for n in wanted}
         self._there = frozenset(buffers)
-        self._empty = frozenset(
-            f"{prefix}{key}"
-            for prefix, own in compress(zip(self._names, self._own, strict=True), self._own)
-            for key, b in own.items()
-            if b is None
-        )
+        self._empty = frozenset(name for name, b in self._places() if b is None)
 
     def restore(self) -> None:
         """Bitwise as at `take`; the buffers are the same objects again, also where the step put others in their

@@ -170,6 +170,9 @@ class GradientWatch:
         self._fresh.update(names)
         last = self._parameters[names[0]].grad
         self._last = None if last is None else (names[0], last._version)
+        self._look_at(names)
+
+    def _look_at(self, names: Iterable[str]) -> None:
         alone, together = list[tuple[str, Tensor]](), list[tuple[str, Tensor]]()
         elsewhere: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
         for fqn in names:
@@ -199,11 +202,7 @@ class GradientWatch:
         names = self._name_of
         steps = {names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names}
         rest = [f for f in steps - self.fresh if self._parameters[f].grad is not None]
-        if rest:
-            fresh = set(self._fresh)
-            self._arrived += rest
-            self.look()
-            self._fresh = fresh  # nothing went through a graph
+        self._look_at(rest)
 
     def verdict(self) -> bool:
         """True if every gradient since `clear` was finite. Waits for the device until it has looked at the last of

@@ -2,7 +2,7 @@
 
 On a CPU the images of a batch are convolved a few at a time, where that takes less memory. Kernels there copy operands
 and results into layouts of their own, and narrow operands are decoded or upcast before that: of a few images it is a
-fraction, for a tenth of the time (docs/measurements/pieces.md).
+fraction, for at most a seventh more time (docs/measurements/pieces.md).
 """
 
 from __future__ import annotations
