@@ -45,7 +45,7 @@ def run(x: Tensor, w: Tensor, spec: GemmSpec, how: Any, kept_as: str | None, gra
 
 def in_pieces(numel: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Pieces of that many elements; how many there were, call by call."""
-    monkeypatch.setattr(convolutions, "_CONVOLVED_AT_ONCE", numel)
+    monkeypatch.setattr(convolutions, "_CONVOLVED_AT_ONCE", dict.fromkeys((2, 4, 8), numel))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     counts: list[int] = []
     few = convolutions._few
@@ -128,9 +128,23 @@ def test_what_kernels_take_is_that_of_a_few_images(monkeypatch: pytest.MonkeyPat
         assert few - result <= (all_ - result) / 2
 
 
+@pytest.mark.parametrize("native", ["fp32", "bf16"])
+def test_pieces_are_larger_where_the_kernel_computes_in_bf16(native: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not where BF16 is emulated."""
+    how = conv_options("conv2d", {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1})
+    x = torch.randn(8, 4, 16, 16).bfloat16().requires_grad_()
+    w = torch.randn(4, 4, 3, 3, requires_grad=True)
+    spec = GemmSpec(output="bf16", grad_input="bf16", grad_weight="bf16", native=("fp32", native))
+    counts = in_pieces(1, monkeypatch)
+    monkeypatch.setitem(convolutions._CONVOLVED_AT_ONCE, 2, x.numel() // 2)
+    conv(x, w, None, encode(x.detach(), "fp8_e4m3"), spec, how).float().sum().backward()
+    expected = 2 if native == "bf16" else 4
+    assert [n for n in counts if n > 1] == [expected] * (1 if native == "bf16" else 3)
+
+
 def test_a_compiler_sees_one_convolution() -> None:
     with FakeTensorMode():
         x = torch.empty(64, 64, 64, 64)
-        assert convolutions._few(x, x.shape) == [None]
-    assert len(convolutions._few(torch.empty(64, 64, 64, 64, device="meta"), x.shape)) == 1
-    assert len(convolutions._few(torch.empty(1, device="cpu").expand(64, 64, 64, 64), x.shape)) > 1
+        assert convolutions._few(x, x.dtype, x.shape) == [None]
+    assert len(convolutions._few(torch.empty(64, 64, 64, 64, device="meta"), x.dtype, x.shape)) == 1
+    assert len(convolutions._few(torch.empty(1, device="cpu").expand(64, 64, 64, 64), x.dtype, x.shape)) > 1

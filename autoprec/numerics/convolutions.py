@@ -24,8 +24,9 @@ from autoprec.numerics.remaking import Kept
 
 __all__ = ["ConvOptions", "conv"]
 
-#: Elements of the larger of input and result that a thread of a CPU convolves at a time (docs/measurements/pieces.md).
-_CONVOLVED_AT_ONCE = 1 << 18
+#: Elements of the larger of input and result that a thread of a CPU convolves at a time, by the bytes of one: kernels
+#: for BF16 copy less, and lose more by pieces (docs/measurements/pieces.md).
+_CONVOLVED_AT_ONCE = {2: 1 << 20, 4: 1 << 18, 8: 1 << 18}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ def _output(spec: GemmSpec, o: ConvOptions, read: Tensor | Packed, weight: Tenso
 
     first = read.payload if isinstance(read, Packed) else read
     is_copied = isinstance(read, Packed) or not read.dtype is w.dtype is spec.result
-    few = _few(first, first.shape, _result_shape(o, first.shape, w.shape)) if is_copied else [None]
+    few = _few(first, w.dtype, first.shape, _result_shape(o, first.shape, w.shape)) if is_copied else [None]
     with spec.computing(spec.output):
         return _joined(some, few)
 
@@ -105,9 +106,10 @@ def _weight_gradient(
     seen, o = _places_read(options, read, weight)
     if is_scaled(fmt := other_operand(spec.grad_weight)):  # with one scale for all images
         seen = spec.packed(seen, fmt)
+    few = _few(grad, spec.computed_in(spec.grad_weight), grad.shape, _shape(seen))
     total: Tensor | None = None
     with spec.computing(spec.grad_weight):
-        for images in _few(grad, grad.shape, (seen.payload if isinstance(seen, Packed) else seen).shape):
+        for images in few:
             part = _weight_gradient_of(spec, o, _of(arriving, images), _of(seen, images), weight)
             if images is None:
                 return part
@@ -158,7 +160,7 @@ def _input_gradient(
         return spec.product(made, spec.grad_input, dtype)
 
     is_copied = isinstance(arriving, Packed) or not grad.dtype is w.dtype is dtype
-    few = _few(grad, grad.shape, shape) if is_copied or shape.numel() > grad.numel() else [None]
+    few = _few(grad, w.dtype, grad.shape, shape) if is_copied or shape.numel() > grad.numel() else [None]
     with spec.computing(spec.grad_input):
         return _joined(some, few)
 
@@ -180,13 +182,18 @@ def _of(x: Tensor | Packed, images: slice | None) -> Any:
     return x._replace(payload=x.payload[images]) if isinstance(x, Packed) else x[images]
 
 
-def _few(x: Tensor, *shapes: Sequence[int]) -> list[slice] | list[None]:
-    """The images of a batch, a few at a time, and two at least, because torch does not leave one alone to oneDNN. All
-    of them, as None, elsewhere than on a CPU, and while a compiler traces."""
+def _shape(x: Tensor | Packed) -> torch.Size:
+    return x.payload.shape if isinstance(x, Packed) else x.shape
+
+
+def _few(x: Tensor, dtype: torch.dtype, *shapes: Sequence[int]) -> list[slice] | list[None]:
+    """The images of a batch that are convolved in `dtype`, a few at a time, and two at least, because torch does not
+    leave one alone to oneDNN. All of them, as None, elsewhere than on a CPU, and while a compiler traces."""
     if x.device.type != "cpu" or is_traced(x):
         return [None]
     batch, largest = x.shape[0], max(math.prod(shape[1:]) for shape in shapes)
-    count = batch // max(2, _CONVOLVED_AT_ONCE * torch.get_num_threads() // max(1, largest))
+    at_once = _CONVOLVED_AT_ONCE[dtype.itemsize] * torch.get_num_threads()
+    count = batch // max(2, at_once // max(1, largest))
     if count < 2:
         return [None]
     ends = [batch * k // count for k in range(count + 1)]

@@ -87,6 +87,12 @@ class GemmSpec:
         wide = result_format(fmt)
         return dtype_of(wide) if wide in self.native else torch.float32
 
+    def computed_in(self, fmt: str) -> torch.dtype:
+        """Of `operand`."""
+        if is_scaled(fmt):
+            return self.wide(fmt)
+        return dtype_of(fmt) if fmt in self.native else torch.float32
+
     @property
     def plain(self) -> bool:
         """Whether every operand is a cast that autograd can follow, so that there are second derivatives."""
