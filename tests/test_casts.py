@@ -324,6 +324,20 @@ def test_a_gradient_leaves_a_region_for_bf16_without_a_copy(scale_log2: int) -> 
     assert made < 100
 
 
+def test_scales_do_not_depend_on_the_default_dtype() -> None:
+    """FP16 does not have the inverse of the scale of large numbers."""
+    x = torch.full((8,), 2.0**100)
+    expected = packing.encode(x, "fp8_e4m3")
+    torch.set_default_dtype(torch.float16)
+    try:
+        found = packing.encode(x, "fp8_e4m3")
+        assert torch.equal(packing.decode(found, torch.float32), x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.inverse_scale is not None and expected.inverse_scale is not None
+    assert found.inverse_scale.dtype is torch.float32 and torch.equal(found.inverse_scale, expected.inverse_scale)
+
+
 def test_one_scale_is_the_same_looked_at_or_not() -> None:
     """`encode` finds it by Python's numbers on a CPU, by torch's where each row has one, and on a GPU."""
     amaxes = [

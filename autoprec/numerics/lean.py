@@ -35,14 +35,30 @@ def _is_not_zero(x: Tensor) -> Tensor:
     return (x.view(_INTEGER[x.element_size()]) << 1).bool()
 
 
-def _bits(x: Tensor, images: bool = False) -> Tensor:
-    """One bit per element: where x is not zero. Piece by piece, so that what is made on the way stays small. Of
-    `images` compilers put the channels last in memory: so they are in what is packed."""
+def _bits(x: Tensor) -> Tensor:
+    """One bit per element: where x is not zero. Piece by piece, so that what is made on the way stays small."""
     if is_traced(x):
-        return pack_bits(_is_not_zero(x.movedim(1, -1) if images else x))
+        return pack_bits(_is_not_zero(x))
     if elements.serve(x):
         return elements.nonzero_bits(x)
     return torch.cat([pack_bits(_is_not_zero(part)) for part in x.reshape(-1).split(piece_numel(x))])
+
+
+@torch.library.custom_op("autoprec::nonzero_bits", mutates_args=(), device_types="cpu", tags=torch.Tag.flexible_layout)
+def _traced_bits(x: Tensor) -> Tensor:
+    """`_bits` of a result that is there anyway, as one op of a compiled graph. x may have any order in memory."""
+    return _bits(x.contiguous())
+
+
+_traced_bits.register_fake(lambda x: x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8))
+
+
+def _bits_of_result(y: Tensor, images: bool) -> Tensor:
+    """Of `images` compilers put the channels last in memory: so they are in what is packed."""
+    if not is_traced(y):
+        return _bits(y)
+    seen = y.movedim(1, -1) if images else y
+    return _traced_bits(seen) if y.device.type == "cpu" else _bits(seen)
 
 
 def _masked(x: Tensor, bits: Tensor, images: bool = False) -> Tensor:
@@ -86,7 +102,7 @@ class _Relu(torch.autograd.Function):
         y = torch.relu(x)
         ctx.images = images
         # torch's own formula: the gradient is stopped where y ≤ 0, so it passes a NaN.
-        ctx.save_for_backward(_bits(y, images))
+        ctx.save_for_backward(_bits_of_result(y, images))
         return y
 
     @staticmethod

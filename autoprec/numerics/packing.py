@@ -77,11 +77,15 @@ def _scales_of(amax: Tensor, max_value: float) -> tuple[Tensor, Tensor]:
 def _scale_of(value: float, max_value: float) -> tuple[float, Tensor]:
     """The same of one number that can be looked at: what `_scales_of` takes a dozen calls of torch for."""
     if not math.isfinite(value):
-        return 1.0, torch.tensor(math.nan)
+        return 1.0, _scalar(math.nan)
     mantissa, exponent = math.frexp(value)
     most, most_log2 = math.frexp(max_value)
     a = min(max(most_log2 - exponent - (mantissa > most), -126), 126) if value else 0
-    return 2.0**a, torch.tensor(2.0**-a)
+    return 2.0**a, _scalar(2.0**-a)
+
+
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32)  # whatever the default is
 
 
 def encode(x: Tensor, format_name: str, *, rowwise: bool = False) -> Packed:
@@ -246,7 +250,10 @@ def _unpack_on_cpu(packed: Tensor, count: int) -> Tensor:
 @torch.library.custom_op("autoprec::scales_of", mutates_args=(), device_types="cpu")
 def _traced_scales(amax: Tensor, max_value: float) -> tuple[Tensor, Tensor]:
     """The same as one op of a compiled graph, which otherwise finds the scale anew for every few elements."""
-    return _scales_of(amax, max_value)
+    if amax.dim():
+        return _scales_of(amax, max_value)
+    factor, inverse = _scale_of(float(amax), max_value)
+    return _scalar(factor), inverse
 
 
 @torch.library.custom_op("autoprec::pack_bits", mutates_args=(), device_types="cpu")
