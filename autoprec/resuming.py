@@ -74,7 +74,7 @@ def _take(session: Session) -> RunState:
             device=session.device,
             parts=tuple(session._parts.names),
             scheduled=tuple(sorted(session._raised)),
-            sites=session._sites.known if session._sites_settled else session._sites_before,
+            sites=session._sites.known,
             events=tuple(session.events),
             events_run=session._log.run,
             events_written=session._log.written,
@@ -101,7 +101,7 @@ def _give(session: Session, state: RunState) -> None:
     _check_parts(session, run)
     # From here on nothing can fail. What an evaluation bound before is bound anew, under the plan.
     session._slots.clear()
-    session._sites, session._sites_before, session._sites_settled = SiteRegister(run.sites), run.sites, False
+    session._sites = SiteRegister(run.sites)
     counts, observed, stability = run.counts, session._observed, session._stability
     session.steps, session.skipped_steps = counts.steps, counts.skipped_steps
     session._bad_in_row, session.step_was_skipped = counts.bad_in_row, counts.step_was_skipped

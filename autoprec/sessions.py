@@ -48,7 +48,7 @@ from autoprec.settling import Settling
 from autoprec.stability import Stability
 from autoprec.tracing.bindings import Binding, bind
 from autoprec.tracing.checkpoints import Change
-from autoprec.tracing.sites import SiteRegister, SitesOf
+from autoprec.tracing.sites import SiteRegister
 from autoprec.tracing.templates import Template
 
 __all__ = ["Session", "session_of"]
@@ -110,7 +110,7 @@ class Session(Settling, Replanning, Resumable):
         if not self._parameters:
             raise InputError(f"{type(model).__name__} has no parameters: there is nothing to schedule")
         refusals.refuse_half(self._parameters)
-        self._sites, self._sites_before = SiteRegister(), tuple[SitesOf, ...]()
+        self._sites = SiteRegister()
         self._slots: dict[tuple[Template, tuple[int, ...]], Slot] = {}
         self.unowned: set[Template] = set()
         self._observed = Observations(
@@ -123,7 +123,7 @@ class Session(Settling, Replanning, Resumable):
         self._stability = Stability(self.policy, self._observed)
         self._provisional = Provisional(self._scheduler, self._device_type)
         self._window_steps = self._bad_in_row = 0
-        self._up_front = self._entered = self._sites_settled = False
+        self._up_front = self._entered = False
         self._losses = LossWatch(self.policy.guard)
         self._takeover = Takeover(self.lowering, self.policy.monitor.takeover_steps)
         self._parts = Parts(self)
@@ -235,9 +235,7 @@ class Session(Settling, Replanning, Resumable):
         buffer_names = {id(b): fqn for fqn, b in self.model.named_buffers()}
         refusals.refuse_strangers(self.model, template, arguments, known=self._names)
         trains = torch.is_grad_enabled() and self.model.training
-        if trains and not self._sites_settled:
-            # Call sites are numbered in the order of the training graphs, also where an evaluation came first.
-            self._sites_settled, self._sites = True, SiteRegister(self._sites_before)
+        if trains and self._sites.settle():
             self._slots.clear()
         binding = bind(template, arguments, self._names, buffer_names, self._sites)
         trains = any(self._parameters[f].requires_grad for f in binding.parameters.values())

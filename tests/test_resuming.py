@@ -208,6 +208,8 @@ def test_an_older_state_knows_no_call_sites() -> None:
 
 def test_call_sites_of_a_source_that_was_changed_take_the_numbers_that_are_free() -> None:
     sites = SiteRegister()
+    assert sites.number("a", "mm", "x.py@1:6", 0) == 0 and sites.known == ()  # in an evaluation
+    assert sites.settle() and not sites.settle()
     assert [sites.number("a", "mm", f"x.py@1:{line}", 0) for line in (8, 6, 8)] == [0, 1, 0]
     same, other = SiteRegister(sites.known), SiteRegister(sites.known)
     assert [same.number("a", "mm", f"x.py@1:{line}", 0) for line in (9, 6, 8)] == [2, 1, 0]

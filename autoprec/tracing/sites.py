@@ -20,10 +20,24 @@ class SiteRegister:
     """
 
     def __init__(self, known: Iterable[SitesOf] = ()) -> None:
-        self._sites = {(fqn, kind): list(sites) for fqn, kind, sites in known}
+        self._before = tuple(known)
+        self._settled = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._sites = {(fqn, kind): list(sites) for fqn, kind, sites in self._before}
         #: Numbers of sites that were not seen again yet, and the sources that these were in.
         self._waiting = {key: {*range(len(sites))} for key, sites in self._sites.items()}
         self._sources = {key: {_source(frame) for frame, _ in sites} for key, sites in self._sites.items()}
+
+    def settle(self) -> bool:
+        """A training graph is about to be numbered. True for the first: numbers begin anew then, in the order of the
+        training graphs, also where an evaluation came first."""
+        if self._settled:
+            return False
+        self._settled = True
+        self._begin()
+        return True
 
     def number(self, fqn: str, kind: str, frame: str, occurrence: int) -> int:
         """Place of a site among those of its kind in its module."""
@@ -42,6 +56,8 @@ class SiteRegister:
     @property
     def known(self) -> tuple[SitesOf, ...]:
         """For the register of a run that goes on."""
+        if not self._settled:
+            return self._before
         return tuple((fqn, kind, tuple(sites)) for (fqn, kind), sites in self._sites.items())
 
 
