@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autoprec.numerics import elements, lean
-from autoprec.numerics.packing import Packed, amax_of, decode, encode
+from autoprec.numerics.packing import Packed, amax_of, decode, encode, largest_of
 
 #: Every BF16 number, NaN and infinities among them.
 ALL_BF16 = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -121,6 +121,16 @@ def test_the_largest_magnitude(dtype: torch.dtype, bad: float) -> None:
         assert math.isnan(elements.largest_magnitude(x)) == math.isnan(bad)
     assert elements.largest_magnitude(torch.empty(0, dtype=dtype)) == 0.0
     assert elements.largest_magnitude(-torch.ones(3, dtype=dtype)) == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16, torch.float64])
+def test_the_largest_magnitude_of_any_numbers(dtype: torch.dtype) -> None:
+    """Whoever looks for it."""
+    x = torch.randn(6, 8).to(dtype)
+    for y in (x, x.t(), x[:, ::2], x[:0], x.clone().requires_grad_()):
+        assert largest_of(y) == float(amax_of(y))
+    x[2, 3] = math.nan
+    assert math.isnan(largest_of(x)) and math.isnan(largest_of(x.t()))
 
 
 def test_who_serves() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autoprec.numerics.packing import amax_of
+from autoprec.numerics.packing import largest_of
 from autoprec.profiles import BINS, RangeHistogram
 
 __all__ = ["SAMPLE_LIMIT", "Reading", "Sample", "histogram", "histograms", "reading", "sample", "stride_for", "thinned"]
@@ -79,7 +79,7 @@ def thinned(taken: Sample, x: Tensor, limit: int) -> Sample:
 def sample(x: Tensor, limit: int = SAMPLE_LIMIT) -> Sample:
     """Sample |x| for later weighting; the amax and the count of non-finite elements are of all of x."""
     flat, stride = x.detach().reshape(-1), stride_for(x.shape, limit)
-    amax, nonfinite = float(amax_of(flat)), 0.0
+    amax, nonfinite = largest_of(flat), 0.0
     if not math.isfinite(amax):
         amax, nonfinite = _extremes(flat).tolist()
     return Sample(flat[::stride].float().abs(), stride, flat.numel(), amax, nonfinite)
@@ -94,7 +94,7 @@ def reading(x: Tensor, limit: int = SAMPLE_LIMIT, *, masked: bool = False) -> Re
     if numel == 0:
         return Reading(magnitudes, 0, (0.0, 0.0))
     if flat.is_cpu:
-        amax = float(amax_of(flat))
+        amax = largest_of(flat)
         if math.isfinite(amax):
             return Reading(magnitudes, numel, (amax, 0.0))
     elif not masked:

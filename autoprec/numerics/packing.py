@@ -25,7 +25,7 @@ from autoprec.numerics.compilers import is_traced, made_in_backward
 from autoprec.numerics.dtypes import dtype_of, has_dtype
 from autoprec.numerics.rounding import from_codes, rounded, to_codes
 
-__all__ = ["Packed", "amax_of", "decode", "encode", "pack_bits", "piece_numel", "pieces", "unpack_bits"]
+__all__ = ["Packed", "amax_of", "decode", "encode", "largest_of", "pack_bits", "piece_numel", "pieces", "unpack_bits"]
 
 _CPU_PIECE, _PIECE = PIECE_NUMEL["cpu"], PIECE_NUMEL["cuda"]
 
@@ -60,6 +60,14 @@ def amax_of(x: Tensor, *, rowwise: bool = False) -> Tensor:
         return torch.zeros((*x.shape[:-1], 1) if rowwise else (), dtype=torch.float32, device=x.device)
     low, high = torch.aminmax(x, dim=-1, keepdim=True) if rowwise else torch.aminmax(x)
     return torch.maximum(-low, high).float()
+
+
+def largest_of(x: Tensor) -> float:
+    """`amax_of` the whole of a tensor on the host."""
+    x = x.detach()
+    if x.is_floating_point() and elements.serve(x):
+        return elements.largest_magnitude(x)
+    return float(amax_of(x))
 
 
 def _scales_of(amax: Tensor, max_value: float) -> tuple[Tensor, Tensor]:
