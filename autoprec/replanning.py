@@ -167,7 +167,7 @@ def _prepare(session: Session) -> bool:
     taken = False
     for slot in _lowered(session):
         if refused := slot.prepare():
-            session._event("warning", trigger="lowering", evidence=f"{refused}; runs uncompiled under this plan")
+            session._tell_refused(refused)
         else:
             taken = True
     return taken

@@ -238,12 +238,16 @@ class Session(Settling, Replanning, Resumable):
         if trains and self._sites.settle():
             self._slots.clear()
         binding = bind(template, arguments, self._names, buffer_names, self._sites)
-        trains = any(self._parameters[f].requires_grad for f in binding.parameters.values())
-        slot = Slot(binding=binding, trains=trains, lowering=self.lowering)
+        trainable = any(self._parameters[f].requires_grad for f in binding.parameters.values())
+        trains = trainable and torch.is_grad_enabled()
+        slot = Slot(binding=binding, trains=trains, lowering=self.lowering, tell=self._tell_refused)
         slot.adopt(self.plan, self._device_type, compiled=self._takeover.due_step is None)
-        if self.plan and self.graph and slot.trains and (late := refusals.unplanned(binding, self.graph)):
+        if self.plan and self.graph and trainable and (late := refusals.unplanned(binding, self.graph)):
             self._event("warning", trigger="unplanned", evidence=late)
         return slot
+
+    def _tell_refused(self, why: str) -> None:
+        self._event("warning", trigger="lowering", evidence=f"{why}; runs uncompiled under this plan")
 
     @property
     def _device_type(self) -> str:

@@ -59,8 +59,10 @@ def dry_run(
     if "empty_strided_cpu" not in function.__globals__ or types - set(DEVICE_TYPES):
         return None
     device = torch.device("cuda" if "cuda" in types else "cpu")
+    devices = [torch.cuda.current_device()] if device.type == "cuda" else []
     try:
-        return _run(code, function, inputs, owned, outputs, device)
+        with torch.random.fork_rng(devices=devices):  # not all kernels of torch take meta tensors
+            return _run(code, function, inputs, owned, outputs, device)
     # What an op says of layouts that it cannot work on, a size that nobody knows, another profiler: a prediction is not
     # worth a compilation.
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError):
@@ -174,8 +176,7 @@ class _Held(TorchDispatchMode):
 
     def peak(self) -> int:
         """Most bytes at once."""
-        devices = [torch.cuda.current_device()] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
+        with torch.no_grad():
             return max(self._most, *(held + workspace() for workspace, held in self._kernels.values()), 0)
 
     def count(self, x: Tensor) -> Tensor:
@@ -220,8 +221,14 @@ def _layout(x: Tensor) -> _Layout:
     return _Layout(x.shape, x.stride(), x.dtype)
 
 
+#: Kernels that read addresses out of what the forward pass has left them: on zeros they end the process.
+_NEVER_ON_ZEROS = {"aten::mkldnn_rnn_layer_backward"}
+
+
 def _workspace(kernel: Any, args: Any, kwargs: Any, device: torch.device) -> int:
-    """Bytes that a kernel takes for itself: of zeros of these layouts."""
+    """Bytes that a kernel takes for itself: of zeros of these layouts. `RuntimeError` where it takes no zeros."""
+    if kernel.name() in _NEVER_ON_ZEROS:
+        raise RuntimeError(f"{kernel.name()} takes no zeros")
 
     def zeros(x: Any) -> Any:
         if not isinstance(x, _Layout):

@@ -24,10 +24,9 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from autoprec.errors import UnsupportedError
 from autoprec.execution.checking import CheckingInterpreter
 from autoprec.execution.dry_run import dry_run, size_hint
-from autoprec.execution.lowering import Compiled, KeptTensor, PassBytes
+from autoprec.execution.lowering import Compiled, KeptTensor, PassBytes, RefusedError
 from autoprec.numerics.compilers import OF_TENSOR
 from autoprec.numerics.dtypes import dtype_of, has_dtype
 from autoprec.numerics.frozen import NarrowParameter, format_held, narrow_like
@@ -127,7 +126,7 @@ class Inductor:
             run, passes = compile_graph(Order(self._labelled(), examples), partitioner)
         except Exception as error:
             what = " ".join(str(error).split())[:300]
-            raise UnsupportedError(
+            raise RefusedError(
                 f"inductor does not compile the graph of {self._name} under this plan: {what}; use backend='eager'"
             ) from error
         self.compiled.append(
@@ -193,15 +192,21 @@ def compile_graph(order: Order, partitioner: Partitioner) -> tuple[Callable[...,
     passes: list[_Pass] = []
 
     def compile_pass(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        context = TracingContext.try_get()
+        if context is not None and context.fw_metadata is not None:
+            context.fw_metadata.bw_donated_idxs = []  # torch refuses a second backward pass where nobody has said so
         names = tuple(n.name for n in graph.graph.nodes if n.op == "placeholder")
         results = tuple(n.name if isinstance(n, fx.Node) else "" for n in _results(graph))
         code = compile_fx_inner(graph, inputs, **options)
         passes.append(_Pass(getattr(code, "current_callable", None), inputs, names, results))
         return code
 
+    # What the forward pass has kept is not written to: another backward pass may read it (`retain_graph`). It takes a
+    # sixtieth of a transformer's peak (docs/measurements/lowering.md).
+    options = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True, "donated_buffer": False}
     with (
         inductor_config.patch(custom_partitioner_fn=partitioner, **_OPTIONS),
-        functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
+        functorch_config.patch(options),
     ):
         return compile_fx(order.module, list(order.examples), inner_compile=compile_pass), passes
 
@@ -339,8 +344,9 @@ class Partitioner(CustomPartitionerFn):
         )
 
     def uuid(self) -> str:
-        """Cached kernels do not depend on it: they are of what it made."""
-        return "autoprec"
+        """A part of the name under which code is cached, which does not say by itself whether it may write to what
+        the forward pass has kept: what others have compiled of the same graph does."""
+        return "autoprec, kept tensors are not written to"
 
 
 def _tensor(node: fx.Node) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
+from autoprec.errors import UnsupportedError
 from autoprec.execution.checking import CheckingInterpreter
 from autoprec.plans import Plan
 from autoprec.rewriting.rewrite import Rewritten
@@ -15,10 +16,14 @@ from autoprec.tracing.bindings import Binding
 if TYPE_CHECKING:
     from autoprec.execution.inductor import Inductor, Order
 
-__all__ = ["BACKENDS", "Backend", "Compiled", "KeptTensor", "PassBytes", "Lowering", "Runner"]
+__all__ = ["BACKENDS", "Backend", "Compiled", "KeptTensor", "PassBytes", "Lowering", "RefusedError", "Runner"]
 
 Backend = Literal["eager", "inductor"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
+
+
+class RefusedError(UnsupportedError):
+    """The compiler takes a graph not, or not for these sizes. Nothing has run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +110,10 @@ class Runner(Protocol):
     compiled: Sequence[Compiled]
 
     def prepare(self) -> None:
-        """Compile what can be compiled before the first call. Raises `UnsupportedError` if that fails."""
+        """Compile what can be compiled before the first call. Raises `RefusedError` if that fails."""
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run it on the graph's inputs."""
+        """Run it on the graph's inputs. Raises `RefusedError` if they are of sizes that the compiler does not take."""
 
 
 class Lowering:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from autoprec.errors import UnsupportedError
-from autoprec.execution.lowering import Lowering, Runner
+from autoprec.execution.lowering import Lowering, RefusedError, Runner
 from autoprec.plans import Plan
 from autoprec.rewriting.rewrite import Rewritten, rewrite
 from autoprec.tracing.bindings import Binding
@@ -25,13 +24,14 @@ class Slot:
 
     Attributes:
         binding: the captured graph and its owner's names.
-        trains: whether a parameter of it is trainable.
+        trains: whether a parameter of it is trainable, and it was captured where gradients are recorded.
         lowering: how graphs are made to run.
         plan: what `rewritten` was made from; None runs the captured graph itself.
         rewritten: the graph under the plan, None where that changes nothing.
         runner: what is called.
         calls: how often it ran.
         faults: what is done otherwise on purpose in the step in progress, by captured node; it then runs node by node.
+        tell: is called with why the compiler refused sizes that came; the graph runs as it is from then on.
     """
 
     binding: Binding
@@ -42,6 +42,8 @@ class Slot:
     runner: Runner = field(init=False)
     calls: int = 0
     faults: Mapping[fx.Node, Change] = field(default_factory=dict)
+    tell: Callable[[str], object] = lambda _: None
+    _proven: Runner | None = field(default=None, init=False)  # what has run
 
     def __post_init__(self) -> None:
         self.runner = self.lowering.runs(self.binding, None, None)
@@ -62,7 +64,7 @@ class Slot:
         try:
             with torch.enable_grad():  # as it will run, wherever a step ends
                 self.runner.prepare()
-        except UnsupportedError as error:
+        except RefusedError as error:
             assert self.plan is not None
             self.runner = self.lowering.uncompiled(self.binding, self.plan, self.rewritten)
             return str(error)
@@ -87,4 +89,18 @@ class Slot:
         """Run it."""
         if self.faults:
             return GraphInterpreter(self.module, self.origin, self.faults).run(*arguments)
-        return self.runner(*arguments)
+        rng = None if self._proven is self.runner else torch.get_rng_state()
+        try:
+            result = self.runner(*arguments)
+        except Exception as error:
+            # What the compiler refuses, or makes so that it fails at once. A graph that runs as it is may not.
+            if not isinstance(error, RefusedError) and (rng is None or not self.runner.compiled):
+                raise
+            assert self.plan is not None
+            if rng is not None:
+                torch.set_rng_state(rng)
+            self.tell(" ".join(str(error).split())[:400])
+            self.runner = self.lowering.uncompiled(self.binding, self.plan, self.rewritten)
+            return self.runner(*arguments)
+        self._proven = self.runner
+        return result

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from autoprec.errors import PlanError, UnsupportedError
 from autoprec.execution.freezing import rounded_as
 from autoprec.execution.lowering import Lowering, Runner
 from autoprec.execution.measuring import peak_bytes
@@ -100,9 +99,9 @@ class Tournament:
             try:
                 modules[name] = self._contestant(plan)
                 outcomes[name] = self._compared(modules[name])
-            # torch's only word for no kernel and for no memory, what a compiler refuses, and what cannot be written:
-            # not to be adopted.
-            except (RuntimeError, UnsupportedError, PlanError) as error:
+            # No kernel, no memory, what a compiler refuses or makes wrong, and what cannot be written: whatever it is,
+            # it is not to be adopted, and the run goes on.
+            except Exception as error:
                 outcomes[name] = Outcome(failure=f"it failed: {str(error).partition(chr(10))[0][:200]}")
             if outcomes[name].failure:
                 modules.pop(name, None)
@@ -143,7 +142,7 @@ class Tournament:
             contestant = self._contestant(plan)
             _Replay(self._calls, contestant, self._buffers).run()  # compiled, and checked against the plan, before
             return max(self._peak(contestant), self._predicted(contestant) or 0)
-        except (RuntimeError, UnsupportedError):
+        except Exception:  # as in `run`
             return None
 
     def told_peak_of(self, plan: Plan) -> int | None:
@@ -156,7 +155,7 @@ class Tournament:
                 for runner in contestant.lowered:
                     runner.prepare()
             return self._predicted(contestant)
-        except (RuntimeError, UnsupportedError):
+        except Exception:  # as in `run`
             return None
 
     def _contestant(self, plan: Plan) -> _Contestant:

@@ -59,6 +59,11 @@ class _Copy:
         self._memories.append((StorageWeakRef(x.untyped_storage()), x._version))
 
 
+def _bytes(x: Tensor) -> int:
+    """`x.nbytes`, which torch does not have of symbolic sizes."""
+    return x.numel() * x.element_size()
+
+
 class Cell:
     """The narrow copies of one tensor: of its memory and its casts, made from what is kept first. A cast of a part has
     a copy, with a scale, of its own."""
@@ -81,7 +86,7 @@ class Cell:
 
     def is_cast(self, x: Tensor, y: Tensor) -> None:
         """Say that `y` is a cast of `x`: where both are all of a memory, in one order, a narrow copy is of both."""
-        if x.stride() == y.stride() and all(t.untyped_storage().nbytes() == t.nbytes for t in (x, y)):
+        if x.stride() == y.stride() and all(t.untyped_storage().nbytes() == _bytes(t) for t in (x, y)):
             self._copy_of(x).add(y)
             self._shows_all(y)
 
@@ -241,7 +246,7 @@ def _unchanged(kept: Tensor | _AsItWas) -> Tensor:
 def _apart(x: Tensor) -> Tensor:
     """What attention that runs op by op keeps as it is, beside what it keeps narrow: of a part of a larger memory in
     FP32 a copy, as torch's own does, so that the rest of the memory can go. In the same order, for the same bits."""
-    if is_traced(x) or x.dtype is not torch.float32 or x.untyped_storage().nbytes() <= x.nbytes:
+    if is_traced(x) or x.dtype is not torch.float32 or x.untyped_storage().nbytes() <= _bytes(x):
         return x
     return x.detach().clone()
 
