@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from autoprec.checks import check_amount, check_choice
+from autoprec.checks import check_amount, check_choice, check_kind, described
 from autoprec.devices import Device
 from autoprec.errors import InputError
 from autoprec.execution.lowering import BACKENDS, Backend
 from autoprec.execution.ranks import own_file
 from autoprec.plans import Plan
 from autoprec.policies import Policy
+from autoprec.refusals import refuse_model
 from autoprec.serial import load_policy, read_plan
 from autoprec.sessions import Session, session_of
 
@@ -68,7 +70,14 @@ def compile(
         raise InputError(
             f"this {type(model).__name__} is compiled already; autoprec.unwrap(model) (or drop model.compile()) first"
         )
-    check_choice(backend, BACKENDS, "backend", InputError)
+    refuse_model(model)
+    check_kind(policy, (str, PathLike, Policy), "policy=", "a name in policies/, a file or a Policy")
+    check_kind(budget, (str, int), "budget=", 'bytes, or text such as "6GiB" or "60%"')
+    check_kind(plan, (str, PathLike, Plan), "plan=", "a plan file or a Plan")
+    check_kind(device, Device, "device=", "measured timings: `session(model).device` of a calibrated model")
+    check_kind(events, (str, PathLike), "events=", "a file, or None for no file")
+    check_kind(total_steps, int, "total_steps=", "a whole number of optimizer steps")
+    check_choice(backend if isinstance(backend, str) else described(backend), BACKENDS, "backend", InputError)
     check_amount(total_steps, "total_steps", InputError, least=1)
     if (batches is None) != (loss_fn is None):
         raise InputError("batches= and loss_fn= belong together: give both, or neither to calibrate in your own loop")

@@ -8,7 +8,22 @@ from collections.abc import Hashable, Sequence
 from autoprec.errors import InputError, nearest
 from autoprec.formats import format_named, is_storage
 
-__all__ = ["check_amount", "check_choice", "check_format", "check_storage", "check_text", "check_unique", "described"]
+__all__ = [
+    "check_amount",
+    "check_choice",
+    "check_format",
+    "check_kind",
+    "check_storage",
+    "check_text",
+    "check_unique",
+    "described",
+]
+
+
+def check_kind(value: object, kinds: type | tuple[type, ...], what: str, wanted: str) -> None:
+    """Of one of these types; None passes, and a boolean is no number. Raises `InputError`."""
+    if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
+        raise InputError(f"{what} must be {wanted}, not {described(value)}")
 
 
 def check_choice(value: str, choices: Sequence[str], what: str, error: type[InputError], *at: str | int) -> None:

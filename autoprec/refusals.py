@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from autoprec.errors import InputError, NotCapturedError, PlanError
 from autoprec.execution.dispatch import RECOMPILE_LIMIT
@@ -21,6 +22,7 @@ __all__ = [
     "other_ops",
     "refuse_autocast",
     "refuse_half",
+    "refuse_model",
     "refuse_strangers",
     "refuse_unscaled",
     "uncaptured",
@@ -50,6 +52,24 @@ def refuse_strangers(
                 f"{', '.join(new[:3])} was put into the model after autoprec.compile (a replaced layer, or"
                 " load_state_dict(assign=True)); autoprec.unwrap(model) and compile it again"
             )
+
+
+def refuse_model(model: nn.Module) -> None:
+    """Raise `InputError` for models that cannot be captured, or have no numbers yet."""
+    kind = type(model).__name__
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError(f"this {kind} is TorchScript, which has no Python left to capture: compile the model itself")
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if lazy := [f for f, t in tensors if is_lazy(t)]:
+        raise InputError(
+            f"{len(lazy)} parameters and buffers of this {kind} have no shape yet ({lazy[0]}, …): call it with a batch"
+            " before compile(), as torch asks for lazy modules"
+        )
+    if meta := [f for f, p in model.named_parameters() if p.is_meta]:
+        raise InputError(
+            f"{len(meta)} parameters of this {kind} are on the meta device, without numbers ({meta[0]}, …): materialize"
+            " it (model.to_empty(device=...), then its weights) before compile()"
+        )
 
 
 def refuse_half(parameters: Mapping[str, nn.Parameter]) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autoprec.checks import check_kind
 from autoprec.errors import PlanError, StateError
 from autoprec.serial import read_state, state_from_parts, state_parts, write_state
 from autoprec.serial.trees import Source
@@ -38,10 +39,12 @@ class Resumable:
 
     def save(self: Session, path: str | os.PathLike[str]) -> None:  # type: ignore[misc]
         """Write `state_dict` as one .safetensors file, wholly or not at all."""
+        check_kind(path, (str, os.PathLike), "path", "a file")
         write_state(path, _take(self))
 
     def load(self: Session, path: str | os.PathLike[str]) -> None:  # type: ignore[misc]
         """`load_state_dict` of what `save` wrote; `StateError` also for another or a damaged file."""
+        check_kind(path, (str, os.PathLike), "path", "a file")
         _give(self, read_state(path))
 
 
@@ -75,6 +78,7 @@ def _take(session: Session) -> RunState:
             parts=tuple(session._parts.names),
             scheduled=tuple(sorted(session._raised)),
             sites=session._sites.known,
+            thawed=tuple(sorted(session._frozen.thawed)),
             events=tuple(session.events),
             events_run=session._log.run,
             events_written=session._log.written,
@@ -134,9 +138,11 @@ def _check_parts(session: Session, run: Run) -> None:
     if missing := [name for name in run.parts if name not in known]:
         raise StateError(f"the state is of another model: it has the module {missing[0]}, and this one does not")
     if run.plan is not None:
+        session._frozen.thawed = set(run.thawed)
         try:
             session._frozen.check(run.plan)
         except PlanError as error:
+            session._frozen.thawed = set()
             raise StateError(f"the state does not fit this model: {error}") from error
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoprec import refusals
+from autoprec.checks import described
 from autoprec.devices import Device
 from autoprec.errors import InputError, NonFiniteError, NotCapturedError, StateError
 from autoprec.events import EventLog
@@ -131,11 +132,14 @@ class Session(Settling, Replanning, Resumable):
         self._ran: set[Slot] = set()
         self._incident = ""
         self.faults: list[Fault] = []
+        self._frozen = FrozenParameters(model, self._parameters, self._event)
+        if plan is not None:
+            self._frozen.check(plan)
         dispatch.adopt(list(self._parameters.values()), self)
         dispatch.install(model, self)
         self._guard = StepGuard(model, self._parameters, self)
-        self._frozen = FrozenParameters(model, self._parameters, self._event, plan)
         if plan is not None:
+            self._frozen.adopt(plan)
             self._log.note(0, "planned", trigger="given", evidence=f"{', '.join(plan.formats_used()) or 'fp32'}; given")
             self._log.assign(0, None, plan)
 
@@ -402,6 +406,10 @@ class Session(Settling, Replanning, Resumable):
         """
         if self.plan is not None:
             raise InputError("this session has a plan already; autoprec.unwrap(model) first")
+        if not isinstance(batches, Iterable):
+            raise InputError(f"batches must be an iterable of batches, not {described(batches)}")
+        if not callable(loss_fn):
+            raise InputError(f"loss_fn must be a function, loss_fn(model, batch), not {described(loss_fn)}")
         kept = {f: p.grad for f, p in self._parameters.items()}
         seen = 0
         self._up_front = True
@@ -425,10 +433,18 @@ class Session(Settling, Replanning, Resumable):
     def _calibration_step(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]) -> bool:
         """One observed forward and backward pass; False if nothing of it was observed."""
         self.model.zero_grad()
+        before = [p.grad for p in self._parameters.values()]
         loss = loss_fn(self.model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(f"loss_fn(model, batch) must return a scalar tensor, not {got}")
+        if any(p.grad is not g for p, g in zip(self._parameters.values(), before, strict=True)):
+            raise InputError("loss_fn(model, batch) must return the loss and not differentiate it: without backward()")
+        if not loss.requires_grad:
+            raise InputError(
+                "the loss that loss_fn(model, batch) returns depends on no parameter that is trained: it was detached,"
+                " computed without gradients, or every parameter is frozen (requires_grad=False)"
+            )
         if self._observed.observer is not None:
             self._observed.observer.output(loss)
         loss.backward()  # type: ignore[no-untyped-call]

@@ -48,6 +48,7 @@ class Run:
         parts: modules that are captured on their own.
         scheduled: numbers of the entries of the policy's schedule that the plan knows; None in an older state, whose
             plan knows those that were due.
+        thawed: tensor ids of frozen parameters that lived in a narrow format and are trained since.
         sites: of each (module, kind), the call sites in the order of their numbers, as (source line, occurrence); () in
             an older state, and then the branch that runs first has the first number.
         events: everything that happened; `events_run`: the name of the run in its file, "" in an older state, and then
@@ -74,6 +75,7 @@ class Run:
     parts: tuple[str, ...] = ()
     scheduled: tuple[int, ...] | None = None
     sites: tuple[tuple[str, str, tuple[tuple[str, int], ...]], ...] = ()
+    thawed: tuple[str, ...] = ()
     events: tuple[Event, ...] = ()
     events_run: str = ""
     events_before: int = 0

@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoprec
-from autoprec.errors import InputError, PlanError
+from autoprec.errors import InputError, PlanError, StateError
 from autoprec.execution.attribution import Incident
 from autoprec.execution.guard import GradientWatch
 from autoprec.execution.measuring import peak_bytes
@@ -67,6 +68,26 @@ def test_what_is_written_is_encoded_again(fmt: str) -> None:
             with pytest.raises(InputError, match="shares its scale"):
                 weight[0] = 1.0
             assert torch.equal(weight.clone(), before)
+
+
+@pytest.mark.parametrize("fmt", NARROW)
+def test_its_data_is_read_and_replaced(fmt: str) -> None:
+    weight = nn.Parameter(torch.randn(16, 8), requires_grad=False)
+    narrow(weight, fmt)
+    held = weight.clone()
+    for read in (weight, weight.data, weight.detach().cpu()):
+        assert (read.numpy() == held.numpy()).all() and (np.asarray(read) == held.numpy()).all()
+        assert read.tolist() == held.tolist() and f"{read[0, 0]:.3f}" == f"{held[0, 0]:.3f}"
+    assert weight.data_ptr() == weight.payload.data_ptr() != 0
+    new = torch.randn(16, 8)
+    weight.data = new
+    assert isinstance(weight, NarrowParameter) and torch.equal(weight.clone(), decode(encode(new, fmt), torch.float32))
+    weight.data.copy_(held)
+    assert torch.equal(weight.clone(), held)
+    nn.utils.vector_to_parameters(torch.zeros(128), [weight])
+    assert not weight.any()
+    with pytest.raises(InputError, match=r"its data is replaced by \(3,\) on cpu"):
+        weight.data = torch.ones(3)
 
 
 def test_rows_are_looked_up_without_the_rest() -> None:
@@ -391,3 +412,75 @@ def test_a_parameter_is_not_recomputed() -> None:
     storage = Storage(tensor="param:head.weight", format="recomputed", reason="", made_from=("param:head.weight",))
     with pytest.raises(PlanError, match="nothing makes it"):
         autoprec.compile(model, plan=Plan(assignments=(), storages=(storage,)), events=None)
+
+
+def tuned(*, tied: bool = False, thawed: bool = False) -> Tuned:
+    torch.manual_seed(0)
+    model = Tuned(layers=1)
+    if tied:
+        model.head.weight = model.embedding.weight
+    if thawed:
+        model.wide[0].base.requires_grad_(True)
+    return model
+
+
+def trained(model: Tuned, steps: int, optimizer: torch.optim.Optimizer | None = None) -> torch.optim.Optimizer:
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), 1e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, torch.randint(0, 32, (4, 17))).backward()
+        optimizer.step()
+    return optimizer
+
+
+def test_tied_weights_have_two_owners(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    model = tuned(tied=True)
+    autoprec.compile(model, policy=policy_with("bf16"), events=None)
+    trained(model, 9)
+    assert isinstance(model.head.weight, NarrowParameter) and model.head.weight is model.embedding.weight
+    state = model.state_dict()
+    assert all(type(state[f"{name}.weight"]) is Tensor for name in ("embedding", "head"))
+    assert model.state_dict(keep_vars=True)["head.weight"] is model.head.weight
+    safetensors.torch.save_model(model, str(tmp_path / "model.safetensors"))
+    model.to("cpu")
+    assert isinstance(model.head.weight, NarrowParameter) and model.head.weight is model.embedding.weight
+
+
+def test_a_run_goes_on_after_a_frozen_weight_is_trained() -> None:
+    """It is planned again, saved, and resumed."""
+    torch._dynamo.reset()
+    model = tuned()
+    autoprec.compile(model, policy=policy_with("bf16"), events=None)
+    optimizer = trained(model, 9)
+    weight = model.wide[0].base.weight
+    assert isinstance(weight, NarrowParameter)
+    model.wide[0].base.requires_grad_(True)
+    trained(model, 2, optimizer)
+    session = autoprec.session(model)
+    session.replan(budget="90%")
+    trained(model, 2, optimizer)
+    assert type(weight) is nn.Parameter and isinstance(model.narrow[0].base.weight, NarrowParameter)
+    other = tuned(thawed=True)
+    autoprec.compile(other, policy=policy_with("bf16"), events=None)
+    other.load_state_dict(model.state_dict())
+    autoprec.session(other).load_state_dict(session.state_dict())
+    trained(other, 2)
+    assert type(other.wide[0].base.weight) is nn.Parameter
+    refusing = tuned(thawed=True)
+    refusing.narrow[0].base.requires_grad_(True)
+    autoprec.compile(refusing, policy=policy_with("bf16"), events=None)
+    with pytest.raises(StateError, match="here it is trained"):
+        autoprec.session(refusing).load_state_dict(session.state_dict())
+
+
+def test_a_weight_that_is_trained_before_the_plan_stays_as_it_is() -> None:
+    torch._dynamo.reset()
+    model = tuned()
+    autoprec.compile(model, policy=policy_with("bf16"), events=None)
+    optimizer = trained(model, 3)
+    model.wide[0].base.requires_grad_(True)
+    trained(model, 8, optimizer)
+    assert autoprec.session(model).plan is not None
+    assert type(model.wide[0].base.weight) is nn.Parameter
+    assert isinstance(model.narrow[0].base.weight, NarrowParameter)

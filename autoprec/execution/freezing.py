@@ -26,33 +26,37 @@ __all__ = ["FrozenParameters", "rounded_as"]
 class FrozenParameters:
     """Attributes:
     living: tensor id (`param:` and the name) → format.
+    thawed: tensor ids of those that lived in one, and are trained by now.
     """
 
-    def __init__(
-        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], tell: Callable[..., None], plan: Plan | None
-    ) -> None:
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], tell: Callable[..., None]) -> None:
         self._parameters, self._tell = parameters, tell
-        self._owners = {id(p): m for m in model.modules() for p in m.parameters(recurse=False)}
+        #: Of tied weights each has several.
+        self._owners: dict[int, list[nn.Module]] = {}
+        for m in model.modules():
+            for p in m.parameters(recurse=False):
+                self._owners.setdefault(id(p), []).append(m)
         self._handles: dict[nn.Module, RemovableHandle] = {}
         self.living: dict[str, str] = {}
-        if plan is not None:
-            self.adopt(plan)
+        self.thawed: set[str] = set()
 
     def adopt(self, plan: Plan) -> None:
-        """Round what the plan wants narrow and is not yet, and tell of it.
+        """Round what the plan wants narrow and is not yet, and tell of it; not what is trained by now.
 
-        Raises `PlanError`, before anything is rounded, where a parameter does not exist or is not frozen.
+        Raises `PlanError`, before anything is rounded, where a parameter does not exist.
         """
+        named = {t: self._parameters.get(t.removeprefix("param:")) for t in plan.living if t not in self.living}
+        self.thawed.update(t for t, p in named.items() if p is not None and p.requires_grad)
         found = self.check(plan)
         new = {t: plan.living[t] for t in found}
         before = sum(p.numel() * 4 for p in found.values())
         for tensor, fmt in new.items():
             narrow(found[tensor], fmt)
             self.living[tensor] = fmt
-            owner = self._owners[id(found[tensor])]
-            if owner not in self._handles:
-                self._handles[owner] = owner.register_state_dict_post_hook(_give_float32)
-                owner._apply = MethodType(_apply, owner)  # type: ignore[method-assign]
+            for owner in self._owners[id(found[tensor])]:
+                if owner not in self._handles:
+                    self._handles[owner] = owner.register_state_dict_post_hook(_give_float32)
+                    owner._apply = MethodType(_apply, owner)  # type: ignore[method-assign]
         if not new:
             return
         after = sum(p.packed.payload.nbytes for p in found.values() if isinstance(p, NarrowParameter))
@@ -63,7 +67,7 @@ class FrozenParameters:
     def check(self, plan: Plan) -> dict[str, nn.Parameter]:
         """What the plan wants narrow and is not yet, by its tensor id; `PlanError` where a parameter does not exist or
         is not frozen."""
-        return {t: self._frozen(t, f) for t, f in plan.living.items() if t not in self.living}
+        return {t: self._frozen(t, f) for t, f in plan.living.items() if t not in self.living and t not in self.thawed}
 
     def _frozen(self, tensor: str, fmt: str) -> nn.Parameter:
         fqn = tensor.removeprefix("param:")
@@ -87,6 +91,7 @@ class FrozenParameters:
         for tensor in names:
             widen(self._parameters[tensor.removeprefix("param:")])
             del self.living[tensor]
+        self.thawed.update(names)
         if names:
             what = f"{', '.join(names)}: trained from now on, in FP32, from the values that it was rounded to"
             self._tell("warning", trigger="trained", evidence=what)
@@ -105,10 +110,10 @@ class FrozenParameters:
 
 
 def _give_float32(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A hook: in a state dict nobody meets a class of ours."""
-    for name in module._parameters:
+    """A hook: in a state dict nobody meets a class of ours, unless he asks for the parameters themselves."""
+    for name, parameter in module._parameters.items():
         held = state.get(prefix + name)
-        if isinstance(held, NarrowParameter):
+        if isinstance(held, NarrowParameter) and held is not parameter:
             state[prefix + name] = held.clone()
 
 

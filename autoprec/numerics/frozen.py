@@ -51,6 +51,41 @@ class NarrowParameter(Tensor):
         """Its bytes, their scale, and the name of the format."""
         return Packed(self.payload, self.inverse_scale, self.format)
 
+    @property  # type: ignore[override]
+    def data(self) -> Tensor:
+        """As of any tensor. What is assigned is encoded: it is a copy, and not the tensor itself."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape or value.device != self.device:
+            raise InputError(
+                f"a frozen parameter of shape {tuple(self.shape)} on {self.device} lives in {self.format}, and its data"
+                f" is replaced by {tuple(value.shape)} on {value.device}: autoprec.unwrap(model) first"
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    # What reads the memory of a tensor reads the values.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy."""
+        return _wide(self).numpy(force=force)
+
+    def tolist(self) -> Any:
+        """As of any tensor."""
+        return _wide(self).tolist()
+
+    def data_ptr(self) -> int:
+        """Of its bytes."""
+        return self.payload.data_ptr()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return _wide(self).__array__(dtype)
+
+    def __format__(self, spec: str) -> str:
+        return format(_wide(self), spec)
+
     # What compilers ask of a tensor that is made of others.
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, bool]]:
