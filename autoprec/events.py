@@ -75,9 +75,7 @@ class EventLog:
         if not self._path.exists():  # it does not before the first event
             return self._name, [*self._unwritten]
         file.read()
-        lines = self._path.read_bytes().split(b"\n")
-        own = [event for event, line in zip(file.run, lines, strict=False) if run_of(line) == self.run]
-        return self._name, [*own, *self._unwritten]
+        return self._name, [*file.of(self.run), *self._unwritten]
 
     def note(self, step: int, kind: str, **fields: str) -> None:
         """A line of the file alone."""

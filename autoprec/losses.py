@@ -62,10 +62,11 @@ class Losses:
         return max(limit, math.exp(min(self.log_median + sigmas * self.log_spread, 700.0)))
 
     def window_over(self, sigmas: float) -> tuple[Losses, Spike | None]:
-        """The next window's, and the spike of this one if there was one."""
+        """The next window's, and the spike of this one if there was one. A window of few losses goes on: they are
+        judged together with those of the next."""
         finite = [v for v in self.window if math.isfinite(v)]
         if len(finite) < _LEAST:
-            return replace(self, window=()), None
+            return self, None
         median, spread = _middle(finite, _LEAST_FRAC)
         after = Losses(median=median, spread=spread)
         if min(finite) > 0.0:

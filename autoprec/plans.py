@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from autoprec.checks import check_amount, check_format, check_storage, check_text, check_unique
-from autoprec.errors import PlanError
+from autoprec.checks import check_amount, check_format, check_storage, check_text, check_unique, described
+from autoprec.errors import InputError, PlanError
 from autoprec.graphs import Role
 
 __all__ = [
     "AS_IS",
     "KEPT",
+    "MOST_STEPS",
     "RECOMPUTED",
     "Alternative",
     "Assignment",
@@ -33,6 +34,9 @@ __all__ = [
 
 #: A saved tensor that is kept in the format in which it was read.
 AS_IS = "as_is"
+
+#: Of a run: what curves and pictures have numbers for.
+MOST_STEPS = 2**63 - 1
 
 #: Not kept at all: made again in the backward pass from what other ops keep.
 RECOMPUTED = "recomputed"
@@ -374,3 +378,7 @@ class Event:
     now: str = ""
     trigger: str = ""
     evidence: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.step <= MOST_STEPS:
+            raise InputError(f"step must be at least 0 and below 2^63, not {described(self.step)}")

@@ -424,7 +424,8 @@ class Policy(_Part):
     def unused_raises(self, graph: OpGraph) -> tuple[str, ...]:
         """A sentence for each entry of the schedule that is not optional and matches no op of the graph."""
         return tuple(
-            f"schedule[{i}] (raise {entry.match!r}) matches no op of {graph.model}.{nearest_op(entry.match, (), graph)}"
+            f"schedule[{i}] (raise {entry.match!r}) matches no op of {graph.model}."
+            f"{nearest_op(entry.match, (), graph, entry.roles)}"
             for i, entry in enumerate(self.schedule)
             if not entry.optional and not any(entry.roles_of(op) for op in graph.ops)
         )
@@ -433,7 +434,7 @@ class Policy(_Part):
         """`PolicyError` if a rule or an entry of the schedule that is not optional matches no op of the graph."""
         lines = [
             f"policy {self.name!r}: rules[{self.rules.index(rule)}] ({rule}) matches no op of {graph.model}."
-            f"{nearest_op(rule.match, rule.kinds, graph)}"
+            f"{nearest_op(rule.match, rule.kinds, graph, rule.roles)}"
             for rule in self.unused_rules(graph)
         ]
         lines += [f"policy {self.name!r}: {what}" for what in self.unused_raises(graph)]

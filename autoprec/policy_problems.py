@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
+from fnmatch import fnmatchcase
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -78,10 +79,15 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return next((found for each in get_args(annotation) if (found := _model_in(each)) is not None), None)
 
 
-def nearest_op(match: str, kinds: Iterable[str], graph: OpGraph) -> str:
-    """The kind or FQN of the graph that a rule most nearly names, which matches none."""
+def nearest_op(match: str, kinds: Collection[str], graph: OpGraph, roles: Collection[str] = ()) -> str:
+    """The kind or FQN of the graph that a rule most nearly names, which matches none; or which roles there are, where
+    those alone do not match."""
     if not graph.ops:
         return " The graph has no ops."
+    named = [op for op in graph.ops if (not kinds or op.kind in kinds) and fnmatchcase(op.fqn, match)]
+    if roles and named:
+        told = ", ".join(dict.fromkeys(role for op in named for role in op.roles)) or "no role"
+        return f" It names {len(named)} ops, the first {named[0].id}, which have {told}, and not {', '.join(roles)}."
     there = {op.kind for op in graph.ops}
     unknown = [kind for kind in kinds if kind not in there]
     if unknown:

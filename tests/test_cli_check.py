@@ -117,8 +117,33 @@ def test_a_floor_that_limits_nothing_and_a_storage_that_saves_nothing_are_notes(
 
 
 def test_a_budget_that_nothing_can_keep(run: Run) -> None:
-    code, _, said = check(run, "name: x\nformats: [fp32]\nbudget: 6GiB\nstorage: {formats: []}\n")
+    text = "name: x\nformats: [fp32]\nbudget: 6GiB\nstorage: {formats: [], recompute: false}\n"
+    code, _, said = check(run, text)
     assert code == 1 and "there is nothing to choose" in said
+    for lowers in ("recompute: true", "frozen: [bf16]"):
+        code, _, said = check(run, text.replace("recompute: false", lowers))
+        assert code == 0, said
+
+
+def test_an_op_whose_roles_are_two_rules_is_counted_once(run: Run, profile: str) -> None:
+    rules = """rules:
+  - {match: "*", kinds: [linear], roles: [grad_weight], pin: fp32}
+  - {match: "*", ceiling: bf16, floor: bf16}
+"""
+    code, data, said = check(run, rules, profile)
+    assert code == 0 and data["ops_without_a_rule"] == 0, said
+    assert "floor bf16, ceiling bf16" in said and "None" not in said
+    alone = "\n".join(rules.splitlines()[:2]) + "\n"
+    _, data, _ = check(run, alone, profile)
+    everything = sum(decides(op, made_case().graph) for op in made_case().graph.ops)
+    assert data["ops_without_a_rule"] == everything  # each has another role, or is no linear
+
+
+def test_roles_that_no_op_has_are_named(run: Run, profile: str) -> None:
+    kind = next(op for op in made_case().graph.ops if op.roles == ("output",))
+    rules = f'rules:\n  - {{match: "{kind.fqn}", kinds: [{kind.kind}], roles: [grad_weight], pin: fp32}}\n'
+    _, _, said = check(run, rules, profile)
+    assert f"the first {kind.id}, which have output, and not grad_weight" in said
 
 
 def test_bad_files_are_bad_input(run: Run, tmp_path: Path) -> None:

@@ -92,3 +92,77 @@ def test_bad_options(folder: Path, run: Run) -> None:
     assert code == 2 and "Did you mean 'memory'?" in err
     code, _, err = run("calibrate", target, "-o", "no/such/folder/p.safetensors")
     assert code == 2 and "does not exist" in err
+
+
+LIB = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Linear(4, 2)
+
+def batches():
+    return [torch.randn(3, 4) for _ in range(4)]
+
+def broken(model, batch):
+    raise KeyError("in the library")
+
+def one_argument(batch):
+    return batch.sum()
+
+def broken_batches():
+    yield torch.randn(3, 4)
+    raise OSError("the disk is gone")
+"""
+
+SPLIT = """
+from torch import nn
+import torch
+import lib
+
+def library_loss(): return lib.model(), lib.batches(), lib.broken
+def one_argument(): return lib.model(), lib.batches(), lib.one_argument
+def torchs_loss(): return lib.model(), lib.batches(), nn.functional.mse_loss
+def library_batches(): return lib.model(), lib.broken_batches(), lambda m, b: m(b).sum()
+def detached(): return lib.model(), lib.batches(), lambda m, b: m(b).sum().detach()
+def frozen(): return lib.model().requires_grad_(False), lib.batches(), lambda m, b: m(b).sum()
+def scripted(): return torch.jit.script(lib.model()), lib.batches(), lambda m, b: m(b).sum()
+def nowhere(): return lib.model().to("meta"), lib.batches(), lambda m, b: m(b).sum()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("library_loss", ("KeyError: 'in the library'", "raised at", "lib.py:12 (in broken)")),
+        ("one_argument", ("TypeError: one_argument() takes 1 positional argument but 2 were given",)),
+        ("torchs_loss", ("split.py: AttributeError: ", "raised at")),
+        ("library_batches", ("OSError: the disk is gone", "lib.py:19 (in broken_batches)")),
+        ("detached", ("depends on no parameter that is trained",)),
+        ("frozen", ("every parameter is frozen",)),
+        ("scripted", ("TorchScript",)),
+        ("nowhere", ("meta device",)),
+    ],
+)
+def test_a_target_whose_parts_are_elsewhere(name: str, said: tuple[str, ...], run: Run, tmp_path: Path) -> None:
+    """No line of the target's file was running when it failed."""
+    Path("lib.py").write_text(LIB)
+    Path("split.py").write_text(SPLIT)
+    code, out, err = run("calibrate", f"split.py:{name}")
+    last = err.strip().rsplit("\n", 1)[-1]
+    assert (code, out) == (2, "") and last.startswith("autoprec: error: ") and all(part in last for part in said), err
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("builtins:print", "must return (model, batches, loss_fn), not NoneType"),
+        ("null.py:t", "null.py: SyntaxError: source code string cannot contain null bytes"),
+        ("library.so:t", "ImportError"),
+    ],
+)
+def test_a_target_that_is_no_source(target: str, said: str, run: Run) -> None:
+    Path("null.py").write_bytes(b"a = 1\x00\n")
+    Path("library.so").write_bytes(b"\x7fELF")
+    code, _, err = run("calibrate", target if not target.startswith("library") else f"./{target}")
+    assert code == 2 and said in err, err

@@ -8,6 +8,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -138,9 +139,9 @@ JSON_LINES = st.one_of(
 def test_the_quick_reading_is_the_strict_one_or_none(line: str) -> None:
     found = _quick_event(line)
     if found is not None:
-        assert found == event_from_json_line(line)
+        assert found[1] == event_from_json_line(line)
     for run in ("", "1f3a"):
-        assert _quick_event(event_to_json_line(LINES[6], run)) == LINES[6]
+        assert _quick_event(event_to_json_line(LINES[6], run)) == (run, LINES[6])
 
 
 def test_a_hundred_thousand_lines_of_fifteen_hundred_ops(run: Run) -> None:
@@ -170,3 +171,36 @@ def test_the_line_is_named_however_far_down(file: EventsFile[WatchedRun]) -> Non
     with pytest.raises(InputError, match=rf"^{NAME}:{len(SMALL) + 4}: evidence: 'steps' is no figure"):
         file.read()
     append(file.path, "nonsense\n")
+
+
+def test_runs_that_write_in_turn_are_told_apart() -> None:
+    """The one that was planned last is shown; one that is not planned yet changes nothing of it."""
+    path = Path("two.jsonl")
+
+    def append(run: str, **fields: Any) -> None:
+        with path.open("a") as file:
+            file.write(event_to_json_line(Event(**fields), run) + "\n")
+
+    append("a", step=8, kind="planned", trigger="calibrated", evidence="a's")
+    append("b", step=8, kind="planned", trigger="calibrated", evidence="b's")
+    for step in range(9, 12):
+        append("a", step=step, kind="bad_step", op="0:linear#0", trigger="overflow", evidence="x")
+        append("b", step=step, kind="warning", trigger="memory", evidence="x")
+    append("c", step=3, kind="bad_step", trigger="nonfinite", evidence="x")
+    found = EventsFile(path, WatchedRun, follow)
+    found.read()
+    assert found.run.planned is not None and found.run.planned.evidence == "b's"
+    assert (found.run.skipped_steps, found.run.steps, found.run.ops) == (0, 11, ())
+    assert (found.of("a").skipped_steps, found.of("c").steps) == (3, 3)
+    append("c", step=8, kind="planned", trigger="calibrated", evidence="c's")
+    found.read()
+    assert found.run.planned is not None and found.run.planned.evidence == "c's"
+
+
+def test_a_step_that_no_run_has_is_an_error_with_its_line() -> None:
+    path = Path("steps.jsonl")
+    good = event_to_json_line(Event(step=1, kind="warning"))
+    for step in (-1, 2**63, 10**30):
+        path.write_text(f"{good}\n{good.replace('1', str(step), 1)}\n")
+        with pytest.raises(InputError, match=r"steps.jsonl:2:1: step must be at least 0 and below 2\^63"):
+            EventsFile(path, WatchedRun, follow).read()

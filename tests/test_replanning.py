@@ -363,3 +363,23 @@ def test_losses_near_zero_differ_by_factors() -> None:
 def test_equal_losses_have_a_spread() -> None:
     after, spike = Losses().extended([2.0] * 9, 0).window_over(10.0)
     assert spike is None and after.limit(10.0) == pytest.approx(2.0 * math.exp(10.0 * 1e-3))
+
+
+@pytest.mark.parametrize("window", [4, 6, 7, 8, 20])
+def test_short_windows_are_judged_together(window: int) -> None:
+    """A loss that rises slowly is no spike by a median that is as old as the run; one that is, is told."""
+    known, step = Losses(), 0
+    for _ in range(160 // window):
+        losses = [1.0 + 0.01 * (step + i) for i in range(window)]
+        assert max(losses) <= known.limit(10.0)
+        known, spike = known.extended(losses, step).window_over(10.0)
+        assert spike is None
+        step += window
+    known, _ = known.extended([3.0] * 8, step).window_over(1e9)
+    known = known.extended([3.0] * (window - 1) + [1e4], 500)
+    for _ in range(8):
+        known, spike = known.window_over(10.0)
+        if spike is not None:
+            break
+        known = known.extended([3.0] * window, 500 + window)
+    assert spike is not None and spike.loss == 1e4 and spike.step == 500 + window - 1

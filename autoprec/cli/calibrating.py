@@ -9,7 +9,7 @@ from rich.text import Text
 
 from autoprec.cli.output import progress_console, show
 
-__all__ = ["device_path", "write_calibration"]
+__all__ = ["device_path", "target_path", "write_calibration"]
 
 
 def device_path(profile: Path) -> Path:
@@ -17,16 +17,24 @@ def device_path(profile: Path) -> Path:
     return profile.with_name(profile.name + ".device.json")
 
 
+def target_path(target: str | None) -> Path | None:
+    """The file of a TARGET that names one."""
+    return None if target is None else Path(target.rpartition(":")[0])
+
+
 def write_calibration(target: str, out: Path, policy: str, device_out: Path | None, *, as_json: bool) -> int:
     """Calibrate TARGET; write the profile with its graph, and the timings of its ops beside it."""
     from autoprec.errors import DeviceError, ProfileError
     from autoprec.formats import COMPUTE_FORMATS
-    from autoprec.serial import check_writable, load_policy, write_device, write_profile
+    from autoprec.serial import check_apart, check_writable, load_policy, policy_path, write_device, write_profile
 
     # Timed in every format, so that any policy can plan from these files.
     chosen = load_policy(policy)
-    chosen = chosen.replaced(formats=tuple(dict.fromkeys((*COMPUTE_FORMATS, *chosen.formats))))
+    formats = tuple(dict.fromkeys((*COMPUTE_FORMATS, *chosen.formats)))
+    chosen = chosen.replaced(formats=formats, schedule=())  # whose shares of steps nobody takes here
     device_out = device_out or device_path(out)
+    read = {"the target": target_path(target), "the policy": policy_path(policy)}
+    check_apart({"the profile": out, "the timings": device_out}, read)
     check_writable(out, ProfileError)
     check_writable(device_out, DeviceError)
     session = _observed(target, chosen)

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the answer is no, 2 bad input, 3 not supported here, 130 i
 from __future__ import annotations
 
 import functools
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -54,13 +55,22 @@ Compiled = Annotated[
 ]
 
 
+def _prepare_stdout() -> None:
+    """There may be none (`>&-`), and what its encoding does not have is written as an escape."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the end
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def command(function: Callable[..., int]) -> Callable[..., None]:
     """Register a command that returns its exit code; errors become a message and an exit code."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
-        from autoprec.errors import AutoprecError
+        from autoprec.errors import AutoprecError, InputError
 
+        _prepare_stdout()
         try:
             with heard_interrupts():
                 code = function(*args, **kwargs)
@@ -74,6 +84,10 @@ def command(function: Callable[..., int]) -> Callable[..., None]:
             # Python flushes stdout again at exit, which must find something that can be written to.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = PIPE_CLOSED
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print(f"autoprec: error: {error.filename or 'the output'}: {error.strerror or error}", file=sys.stderr)
+            code = InputError.exit_code
         raise typer.Exit(code)
 
     app.command()(run)

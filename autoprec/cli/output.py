@@ -35,13 +35,18 @@ def progress_console() -> Console:
 def show(data: dict[str, Any], *tables: RenderableType | None, as_json: bool) -> None:
     """Print the data as JSON, or the tables."""
     if as_json:
-        print(json.dumps(_plain(data), indent=1, ensure_ascii=False, allow_nan=False))
+        print(json.dumps(_plain(data), indent=1, ensure_ascii=not _has_all_of_unicode(), allow_nan=False))
         return
     out = console()
     for i, table in enumerate(t for t in tables if t is not None):
         if i:
             out.print()
         out.print(table)
+
+
+def _has_all_of_unicode() -> bool:
+    """Whether standard output has; elsewhere JSON has escapes of its own."""
+    return (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.text import Text
 
+from autoprec.cli.calibrating import device_path, target_path
 from autoprec.cli.inputs import Inputs, read_inputs
 from autoprec.cli.output import show
 from autoprec.errors import InfeasibleError, InputError, PlanError, SolverError
@@ -19,7 +20,7 @@ from autoprec.reporting.differences import difference_tables, differences, diffe
 from autoprec.reporting.memory import memory_data, memory_tables
 from autoprec.reporting.plans import device_line, matching, op_table, ops_table, plan_data, summary, totals_table
 from autoprec.reporting.whynot import answer_tables, answers_data, why_not
-from autoprec.serial import check_case_path, check_writable, read_plan, write_case, write_plan
+from autoprec.serial import check_apart, check_case_path, check_writable, policy_path, read_plan, write_case, write_plan
 
 __all__ = ["show_differences", "show_plan", "write_offline_plan"]
 
@@ -40,6 +41,9 @@ def write_offline_plan(
     proposals run on the `target` if there is one, else the predictions decide."""
     if out is None and case_out is not None:
         raise InputError("--dry-run writes no file, and --save-case names one: give one of the two")
+    read = {"the profile": profile, "the timings": device or device_path(profile), "the target": target_path(target)}
+    read["the policy"] = policy_path(policy)
+    check_apart({"the plan": out, "the case": case_out}, read)
     if case_out is not None:
         check_case_path(case_out)
         check_writable(case_out, InputError)

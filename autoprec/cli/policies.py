@@ -11,8 +11,7 @@ from autoprec.cli.calibrating import device_path
 from autoprec.cli.output import show
 from autoprec.devices import Device
 from autoprec.errors import InputError
-from autoprec.planning.options import decides
-from autoprec.planning.rules import Finding, policy_findings, rule_findings, rule_uses
+from autoprec.planning.rules import Finding, policy_findings, rule_findings, rule_uses, undecided
 from autoprec.reporting.policies import check_data, check_tables
 from autoprec.serial import load_policy, policy_path, policy_schema, read_device, read_profile, rule_places, write_text
 
@@ -35,7 +34,7 @@ def show_check(policy: str, profile: Path | None, device: Path | None, *, as_jso
             timings = read_device(device or beside)
         findings += rule_findings(chosen, graph, seen, timings)
         uses = rule_uses(chosen, graph)
-        without = sum(decides(op, graph) for op in graph.ops) - sum(use.decides for use in uses)
+        without = undecided(chosen, graph)
     data = check_data(chosen, places, findings, uses, without)
     tables = check_tables(chosen, places, findings, uses, without)
     show({"file": str(policy_path(policy)), **data}, *tables, as_json=as_json)

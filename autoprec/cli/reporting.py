@@ -12,6 +12,7 @@ from autoprec.cli.watching import opened
 from autoprec.plans import Event
 from autoprec.reporting.pages import write_page
 from autoprec.reporting.runs import WatchedRun, follow, run_data
+from autoprec.serial import check_apart
 
 __all__ = ["write_report"]
 
@@ -19,6 +20,7 @@ __all__ = ["write_report"]
 def write_report(run: Path, out: Path, *, as_json: bool) -> int:
     """Write the page, and say where it is."""
     file = opened(run, tuple, _extended)
+    check_apart({"the report": out}, {"the events": file.path})
     history = write_page(out, str(file.path), file.run)
     told = sum(history.counts.values())
     data = {"run": str(file.path), "report": str(out), "events": dict(history.counts), **run_data(history.now)}

@@ -40,7 +40,7 @@ def load_target(text: str) -> Target:
     is_file = place.endswith(".py") or "/" in place or "\\" in place
     module = _import_file(Path(place)) if is_file else _import_module(place)
     function = _function(text, module, name)
-    source = getattr(getattr(function, "__code__", None), "co_filename", module.__file__ or "")
+    source = getattr(getattr(function, "__code__", None), "co_filename", getattr(module, "__file__", None) or text)
     with _their_code(source):
         made = function()
     return _checked(text, made, lambda: _their_code(source))
@@ -82,7 +82,8 @@ def _import_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise InputError(f"{path}: is not a Python file. {_FORM}")
-    module = importlib.util.module_from_spec(spec)
+    with _their_code(spec.origin or str(path)):
+        module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickles look their module up
     sys.path.insert(0, str(path.resolve().parent))  # as for `python file.py`
     with _their_code(spec.origin or str(path)):
@@ -104,10 +105,8 @@ def _import_module(name: str) -> ModuleType:
 
 @contextmanager
 def _their_code(source: str) -> Iterator[None]:
-    """Exceptions that pass through a line of `source` become an `InputError` that names the last such line.
-
-    Others are errors of ours and pass unchanged.
-    """
+    """Exceptions become an `InputError` that names the last line of `source` that they passed through; where there is
+    none (an import failed, or what it returned was called), the last line at all."""
     log = logging.getLogger("torch")  # it would print the traceback of what is reported here in one line
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -116,16 +115,18 @@ def _their_code(source: str) -> Iterator[None]:
     except AutoprecError:
         raise
     except SyntaxError as error:
-        raise InputError(f"{error.filename}:{error.lineno}: SyntaxError: {error.msg}") from error
+        where = source if error.filename is None else f"{error.filename}:{error.lineno}"
+        raise InputError(f"{where}: SyntaxError: {error.msg}") from error
     except (Exception, SystemExit) as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == source]
-        if not frames:
-            raise
-        line = frames[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        theirs = [f for f in frames if f.filename == source]
+        line = (theirs or frames)[-1]
         raised = _unwrapped(error)
         message = str(raised).strip().partition("\n")[0]
         where = f"{line.filename}:{line.lineno} (in {line.name})"
-        raise InputError(f"{where}: {type(raised).__name__}: {message}") from error
+        if theirs:
+            raise InputError(f"{where}: {type(raised).__name__}: {message}") from error
+        raise InputError(f"{source}: {type(raised).__name__}: {message} (raised at {where})") from error
     finally:
         log.setLevel(level)
 

@@ -13,6 +13,8 @@ from autoprec.cli.watching import check_interval, opened
 from autoprec.errors import InputError
 from autoprec.plans import Event
 from autoprec.reporting.curves import Curves, is_told
+from autoprec.reporting.runs import WatchedRun
+from autoprec.reporting.runs import follow as follow_run
 from autoprec.serial.events import EventsFile
 
 __all__ = ["write_curves"]
@@ -47,6 +49,7 @@ def _read_on(file: EventsFile[list[Event]]) -> None:
 
 
 def _extended(known: list[Event], events: Sequence[Event]) -> list[Event]:
+    follow_run(WatchedRun(), events)  # here the reader of the file knows the line of what cannot be read
     known.extend(events)
     return known
 

@@ -21,7 +21,7 @@ from autoprec.policies import Policy, Rule
 from autoprec.policy_problems import nearest_op
 from autoprec.profiles import Profile
 
-__all__ = ["Finding", "RuleUse", "for_compiled", "policy_findings", "rule_findings", "rule_uses"]
+__all__ = ["Finding", "RuleUse", "for_compiled", "policy_findings", "rule_findings", "rule_uses", "undecided"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +103,11 @@ def _shadowing(rules: tuple[Rule, ...], index: int) -> list[int]:
 
 def _of_the_whole(policy: Policy) -> Iterator[Finding]:
     narrow = [f for f in policy.formats if f != "fp32"]
-    if not narrow and not policy.storage.formats and policy.budget is not None:
+    kept = policy.storage
+    if not (narrow or kept.formats or kept.recompute or kept.frozen) and policy.budget is not None:
         what = (
-            f"budget {policy.budget}: there is nothing to choose, neither a format but fp32 nor a storage, to keep it"
+            f"budget {policy.budget}: there is nothing to choose, neither a format but fp32 nor a storage, nor anything"
+            " that may be made again or live narrow, to keep it"
         )
         yield Finding(level="problem", what=what)
     pins = {r.pin for r in policy.rules if uncovered("*", [r.match]) is None and not (r.kinds or r.roles or r.optional)}
@@ -132,6 +134,15 @@ def rule_uses(policy: Policy, graph: OpGraph) -> tuple[RuleUse, ...]:
     return tuple(uses)
 
 
+def undecided(policy: Policy, graph: OpGraph) -> int:
+    """How many of the ops that take a format have a role that no rule matches."""
+    return sum(
+        any(policy.rule_for(op, role) is None for role in op.roles or (Role.OUTPUT,))
+        for op in graph.ops
+        if decides(op, graph)
+    )
+
+
 def _deciding(policy: Policy, op: Op) -> list[int]:
     """The first rule that matches each role of the op, or the op where it has none."""
     found = [policy.rule_for(op, role) for role in op.roles or (Role.OUTPUT,)]
@@ -146,7 +157,7 @@ def rule_findings(policy: Policy, graph: OpGraph, profile: Profile, device: Devi
         rule = policy.rules[use.rule]
         level: Literal["problem", "note"] = "note" if rule.optional else "problem"
         if not use.matches:
-            hint = "" if rule.optional else f".{nearest_op(rule.match, rule.kinds, graph)}"
+            hint = "" if rule.optional else f".{nearest_op(rule.match, rule.kinds, graph, rule.roles)}"
             found.append(Finding(level=level, rule=use.rule, what=f"matches no op of {graph.model}{hint}"))
         elif use.decides:
             continue

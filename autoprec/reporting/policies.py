@@ -61,7 +61,8 @@ def _line(policy: Policy, places: Sequence[str], f: Finding) -> str:
 
 
 def _demand(rule: Rule) -> str:
-    return f"pin {rule.pin}" if rule.pin is not None else f"floor {rule.floor}"
+    said = {"pin": rule.pin, "floor": rule.floor, "ceiling": rule.ceiling}
+    return ", ".join(f"{what} {fmt}" for what, fmt in said.items() if fmt is not None)
 
 
 def _place(places: Sequence[str], rule: int | None) -> str:

@@ -1,7 +1,7 @@
 """Strict reading and atomic writing of policies, plans, devices, datasheets, profiles, cases, states and events."""
 
 from autoprec.serial.cases import check_case_path, read_case, write_case
-from autoprec.serial.files import check_writable, write_text
+from autoprec.serial.files import check_apart, check_writable, write_text
 from autoprec.serial.profiles import read_profile, write_profile
 from autoprec.serial.schemas import policy_schema
 from autoprec.serial.states import read_state, state_from_parts, state_parts, write_state
@@ -24,6 +24,7 @@ from autoprec.serial.values import (
 
 __all__ = [
     "check_case_path",
+    "check_apart",
     "check_writable",
     "datasheet_names",
     "event_from_json_line",

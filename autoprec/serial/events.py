@@ -7,11 +7,13 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 
 from autoprec.errors import InputError
-from autoprec.plans import Event
+from autoprec.plans import MOST_STEPS, Event
 from autoprec.serial.values import event_from_json_line
 
 __all__ = ["EventsFile", "run_of"]
@@ -26,19 +28,27 @@ T = TypeVar("T")
 
 
 class EventsFile(Generic[T]):
-    """A file of events that is read as it grows: only what was appended, unless it is no longer the same file.
+    """A file of events that is read as it grows: only what was appended, unless it is no longer the same file. Several
+    runs may write to it, one after the other or in turn; each line names its run.
 
     Attributes:
         path: of the file.
-        run: what it said when it was read last: `nothing()`, and then `fold(run, events)` for those that were read.
+        run: what it said of one run when it was read last: `nothing()`, and then `fold(run, events)` for those that
+            were read. Of several runs it is the one that was planned last, or where none was, that of the last line.
     """
 
     def __init__(self, path: Path, nothing: Callable[[], T], fold: Callable[[T, Sequence[Event]], T]) -> None:
         self.path, self._nothing, self._fold = path, nothing, fold
         self._begin()
 
+    def of(self, run: str) -> T:
+        """What it said of the run with this name."""
+        return self._runs.get(run, self._nothing())
+
     def _begin(self) -> None:
         self.run = self._nothing()
+        self._runs = {"": self.run}
+        self._shown, self._is_planned = "", False
         self._lines = self._bytes = 0
         self._last, self._identity = b"", (0, 0)
 
@@ -61,30 +71,40 @@ class EventsFile(Generic[T]):
         return _identity(file) == self._identity and file.read(len(self._last)) == self._last
 
     def _take(self, lines: list[bytes]) -> None:
-        events = [self._event(line, self._lines + i) for i, line in enumerate(lines, start=1)]
-        try:
-            self.run = self._fold(self.run, events)
-        except InputError as error:
-            raise InputError(f"{self.path}:{self._lines + 1 + int(error.at[0])}: {error}{_HINT}") from error
+        named = [self._event(line, self._lines + i) for i, line in enumerate(lines, start=1)]
+        begin = 0
+        for name, group in groupby(named, key=itemgetter(0)):
+            events = [event for _, event in group]
+            try:
+                self._runs[name] = self._fold(self._runs.get(name, self._nothing()), events)
+            except InputError as error:
+                raise InputError(f"{self.path}:{self._lines + 1 + begin + int(error.at[0])}: {error}{_HINT}") from error
+            begin += len(events)
+            is_planned = any(e.kind == "planned" and e.trigger != "asked" for e in events)
+            if is_planned or not self._is_planned:
+                self._shown, self._is_planned = name, is_planned
+        self.run = self._runs[self._shown]
         if lines:
             self._last = lines[-1] + b"\n"
             self._lines += len(lines)
             self._bytes += sum(map(len, lines)) + len(lines)
 
-    def _event(self, line: bytes, number: int) -> Event:
+    def _event(self, line: bytes, number: int) -> tuple[str, Event]:
+        """Whose event it is, and the event."""
         try:
             text = line.decode()
         except UnicodeDecodeError as error:
             raise InputError(f"{self.path}:{number}: the byte 0x{line[error.start]:02x} is not UTF-8{_HINT}") from None
         if not text.strip():
             raise InputError(f"{self.path}:{number}: is empty{_HINT}")
-        event = _quick_event(text)
-        if event is None:
+        found = _quick_event(text)
+        if found is None:
             try:
-                event = event_from_json_line("\n" * (number - 1) + text, str(self.path))
+                found = run_of(line), event_from_json_line("\n" * (number - 1) + text, str(self.path))
             except InputError as error:
                 raise InputError(f"{str(error).splitlines()[0]}{_HINT}") from error
-        return _printable(event) if "\\ud" in text.lower() else event
+        run, event = found
+        return run, _printable(event) if "\\ud" in text.lower() else event
 
     def _check_begun(self, line: bytes) -> None:
         """A line without its end waits for the rest, unless no rest can make an event of it."""
@@ -110,7 +130,7 @@ _FIELDS = frozenset(f.name for f in fields(Event))
 _DECODER = json.JSONDecoder(object_pairs_hook=tuple)
 
 
-def _quick_event(line: str) -> Event | None:
+def _quick_event(line: str) -> tuple[str, Event] | None:
     """What `event_from_json_line` makes of it, in a tenth of the time; None for all that is not plainly an event."""
     try:
         pairs = _DECODER.decode(line)
@@ -121,10 +141,12 @@ def _quick_event(line: str) -> Event | None:
     found = dict(pairs)
     once = len(found) == len(pairs)
     texts = [value for name, value in pairs if name != "step"]
-    found.pop("run", None)
-    plain = type(found.get("step")) is int and all(type(text) is str for text in texts)
+    run = found.pop("run", "")
+    plain = (
+        type(found.get("step")) is int and 0 <= found["step"] <= MOST_STEPS and all(type(text) is str for text in texts)
+    )
     known = once and "kind" in found and found.keys() <= _FIELDS
-    return Event(**found) if plain and known else None
+    return (run, Event(**found)) if plain and known else None
 
 
 def _printable(event: Event) -> Event:

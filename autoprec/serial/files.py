@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 from autoprec.errors import InputError
 from autoprec.serial.trees import Node, Source, parse_json, parse_yaml
 
-__all__ = ["check_writable", "read_bytes", "read_tree", "write_atomic", "write_text"]
+__all__ = ["check_apart", "check_writable", "read_bytes", "read_tree", "write_atomic", "write_text"]
 
 PathLike = str | os.PathLike[str]
 
@@ -60,6 +61,16 @@ def check_writable(path: PathLike, error: type[InputError]) -> None:
         raise error(f"{path}: is a directory; name a file in it")
     if not os.access(folder, os.W_OK):
         raise error(f"{path}: cannot be written: its directory is read-only")
+
+
+def check_apart(outputs: Mapping[str, PathLike | None], inputs: Mapping[str, PathLike | None]) -> None:
+    """Raise `InputError` where two outputs are one file, or one is an input. By what each is, for people."""
+    seen = {os.path.realpath(path): what for what, path in inputs.items() if path is not None}
+    for what, path in outputs.items():
+        if path is None:
+            continue
+        if (other := seen.setdefault(os.path.realpath(path), what)) is not what:
+            raise InputError(f"{path}: {what} would overwrite {other}; name another file")
 
 
 def write_atomic(path: PathLike, data: bytes, error: type[InputError]) -> None:
