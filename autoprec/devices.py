@@ -180,7 +180,10 @@ class Device:
             return 0.0
         timing = self.cast_by_pair.get((source, target))
         if timing is None:
-            raise DeviceError(f"device {self.name!r} has no timing for the cast {source} → {target}; calibrate there")
+            raise DeviceError(
+                f"device {self.name!r} has no timing for the cast {source} → {target}; calibrate there, under a"
+                " policy that has both (autoprec calibrate --policy)"
+            )
         return timing.seconds_per_call + timing.seconds_per_element * numel
 
     def told_of_casts(self, *, fused: bool) -> Device:

@@ -205,7 +205,9 @@ class StorageOptions(_Part):
 class Calibration(_Part):
     """How many steps are observed before the first plan."""
 
-    steps: int = Field(default=8, ge=2, description="Steps that are observed, in FP32, before the first plan.")
+    steps: int = Field(
+        default=8, ge=2, le=1_000_000, description="Steps that are observed, in FP32, before the first plan."
+    )
 
 
 class Monitor(_Part):

@@ -26,7 +26,12 @@ _WANTED = {
     "string_type": "text",
     "tuple_type": "a list",
 }
-_LIMITS = {"greater_than": ("gt", "above"), "greater_than_equal": ("ge", "at least"), "less_than": ("lt", "below")}
+_LIMITS = {
+    "greater_than": ("gt", "above"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "at most"),
+}
 
 
 def policy_problems(error: ValidationError, model: type[BaseModel]) -> Iterator[tuple[Location, str, bool]]:

@@ -93,3 +93,23 @@ def test_shares_of_steps_need_no_steps_where_nobody_takes_them(command: tuple[st
     )
     code, _, err = run(*command, "--policy", "late.yaml")
     assert code in (0, 1) and "error" not in err, err
+
+
+def test_any_storage_can_be_planned_from_a_calibration(run: Run) -> None:
+    Path("train.py").write_text(
+        "import torch\nfrom torch import nn\ndef target():\n"
+        "    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))\n"
+        "    return model, [torch.randn(64, 16) for _ in range(3)], lambda m, b: m(b).square().mean()\n"
+    )
+    Path("narrow.yaml").write_text(
+        "name: narrow\nformats: [fp32, bf16]\nobjective: peak\nstorage: {formats: [fp8_e5m2]}\n"
+    )
+    assert run("calibrate", "train.py:target", "-o", "p.safetensors")[0] == 0
+    code, _, err = run("plan", "p.safetensors", "--policy", "narrow.yaml", "--dry-run")
+    assert (code, err) == (0, "")
+
+
+def test_more_steps_than_anybody_observes_are_an_error(run: Run) -> None:
+    Path("long.yaml").write_text("name: long\nformats: [fp32, bf16]\ncalibration: {steps: 99999999999999999999999}\n")
+    code, _, err = run("check", "long.yaml")
+    assert code == 2 and "long.yaml:3:22: calibration.steps: must be at most 1000000" in err

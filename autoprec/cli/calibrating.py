@@ -25,13 +25,15 @@ def target_path(target: str | None) -> Path | None:
 def write_calibration(target: str, out: Path, policy: str, device_out: Path | None, *, as_json: bool) -> int:
     """Calibrate TARGET; write the profile with its graph, and the timings of its ops beside it."""
     from autoprec.errors import DeviceError, ProfileError
-    from autoprec.formats import COMPUTE_FORMATS
+    from autoprec.formats import COMPUTE_FORMATS, STORAGE_FORMATS
     from autoprec.serial import check_apart, check_writable, load_policy, policy_path, write_device, write_profile
 
     # Timed in every format, so that any policy can plan from these files.
     chosen = load_policy(policy)
     formats = tuple(dict.fromkeys((*COMPUTE_FORMATS, *chosen.formats)))
-    chosen = chosen.replaced(formats=formats, schedule=())  # whose shares of steps nobody takes here
+    kept = tuple(dict.fromkeys((*STORAGE_FORMATS, "fp8_e5m2", *chosen.storage.formats)))
+    storage = chosen.storage.model_copy(update={"formats": kept})
+    chosen = chosen.replaced(formats=formats, storage=storage, schedule=())  # whose shares of steps nobody takes here
     device_out = device_out or device_path(out)
     read = {"the target": target_path(target), "the policy": policy_path(policy)}
     check_apart({"the profile": out, "the timings": device_out}, read)
