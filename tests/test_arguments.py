@@ -69,6 +69,19 @@ def assert_as_it_was(model: nn.Module) -> None:
     autoprec.compile(model, events=None)
 
 
+class Rows:
+    """As a Dataset of torch's: without `__iter__`."""
+
+    def __getitem__(self, i: int) -> Tensor:
+        return BATCHES[i]
+
+
+def test_batches_may_be_a_dataset() -> None:
+    model = made()
+    autoprec.compile(model, batches=Rows(), loss_fn=loss_fn, events=None)
+    assert autoprec.session(model).plan is not None
+
+
 def frozen_plan() -> autoprec.Plan:
     model = made()
     model[0].requires_grad_(False)

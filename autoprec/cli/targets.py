@@ -67,7 +67,7 @@ def _checked(text: str, made: Any, running: Callable[[], Any]) -> Target:
     model, batches, loss_fn = made
     if not isinstance(model, nn.Module):
         raise InputError(f"{wanted}; the model must be an nn.Module, not {type(model).__name__}")
-    if not isinstance(batches, Iterable):
+    if not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
         raise InputError(f"{wanted}; batches must be iterable, not {type(batches).__name__}")
     if not callable(loss_fn):
         raise InputError(f"{wanted}; loss_fn must be callable as loss_fn(model, batch), not {type(loss_fn).__name__}")
