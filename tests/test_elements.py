@@ -133,6 +133,18 @@ def test_the_largest_magnitude_of_any_numbers(dtype: torch.dtype) -> None:
     assert math.isnan(largest_of(x)) and math.isnan(largest_of(x.t()))
 
 
+def test_what_is_read_stays_the_users() -> None:
+    """torch does not resize the memory of a tensor again that was once shown to numpy."""
+    for dtype in (torch.bfloat16, torch.float32, torch.bool):
+        x = torch.ones(64).to(dtype)
+        elements.nonzero_bits(x)
+        if dtype is not torch.bool:
+            elements.largest_magnitude(x)
+            elements.to_e4m3(x, 1.0)
+            elements.where_set(x, torch.zeros(8, dtype=torch.uint8))
+        x.resize_(128)
+
+
 def test_who_serves() -> None:
     """Few threads, and what lies in one piece on a CPU."""
     x = torch.randn(4, 6)

@@ -64,9 +64,14 @@ def serve(x: Tensor) -> bool:
 
 
 def _array(x: Tensor) -> Any:
-    """Its memory as a flat array of bits."""
-    flat = x.detach().view(-1)
-    return flat.view(_BITS[x.element_size()]).numpy()
+    """Its memory as a flat array of bits, to be read. Not by `numpy()`, after which torch no longer resizes what may be
+    the user's."""
+    return np.from_dlpack(x.detach().view(-1).view(_BITS[x.element_size()]))
+
+
+def _made(x: Tensor) -> Any:
+    """The same of a tensor that was made here, to be written to."""
+    return x.view(-1).view(_BITS[x.element_size()]).numpy()
 
 
 def largest_magnitude(x: Tensor) -> float:
@@ -80,7 +85,7 @@ def to_e4m3(x: Tensor, scale: float) -> Tensor:
     """x · scale (BF16 or FP32, within E4M3's range) as E4M3 bytes of x's shape, to nearest, ties to even."""
     payload = torch.empty_like(x, dtype=torch.uint8, requires_grad=False)
     loop = _loops().encode_e4m3_bf16 if x.dtype is torch.bfloat16 else _loops().encode_e4m3_fp32
-    loop(_array(x), _array(payload), np.float32(scale))
+    loop(_array(x), _made(payload), np.float32(scale))
     return payload
 
 
@@ -90,14 +95,14 @@ def from_e4m3(payload: Tensor, scale: float, dtype: torch.dtype) -> Tensor | Non
         return None
     made = torch.empty_like(payload, dtype=dtype)
     loop = _loops().decode_e4m3_bf16 if dtype is torch.bfloat16 else _loops().decode_e4m3_fp32
-    loop(_array(payload), _array(made), np.float32(scale))
+    loop(_array(payload), _made(made), np.float32(scale))
     return made
 
 
 def nonzero_bits(x: Tensor) -> Tensor:
     """One bit per BF16 or FP32 number or boolean, eight to a byte, big end first: whether it is neither 0 nor −0."""
     packed = torch.zeros(-(-x.numel() // 8), dtype=torch.uint8)
-    _loops().pack(_array(x), _MAGNITUDE[x.element_size()], _array(packed))
+    _loops().pack(_array(x), _MAGNITUDE[x.element_size()], _made(packed))
     return packed
 
 
@@ -111,5 +116,5 @@ def unpacked(packed: Tensor, count: int) -> Tensor:
 def where_set(x: Tensor, packed: Tensor) -> Tensor:
     """BF16 or FP32 numbers where their bit is set, 0 elsewhere, whatever is there."""
     made = torch.empty_like(x, requires_grad=False)
-    _loops().masked(_array(x), _array(packed), _array(made))
+    _loops().masked(_array(x), _array(packed), _made(made))
     return made
