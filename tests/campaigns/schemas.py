@@ -83,7 +83,7 @@ POLICY = mapping(
         )
     ),
     storage=mapping({}, formats=items(one_of(STORAGES)), recompute={"type": "boolean"}, frozen=items(one_of(STORAGES))),
-    calibration=mapping({}, steps={"type": "integer", "minimum": 2}),
+    calibration=mapping({}, steps={"type": "integer", "minimum": 2, "maximum": 1_000_000}),
     monitor=mapping(
         {},
         window_steps={"type": "integer", "minimum": 1},
