@@ -71,7 +71,6 @@ def compile(
             f"this {type(model).__name__} is compiled already; autoprec.unwrap(model) (or drop model.compile()) first"
         )
     refuse_model(model)
-    check_kind(policy, (str, PathLike, Policy), "policy=", "a name in policies/, a file or a Policy")
     check_kind(budget, (str, int), "budget=", 'bytes, or text such as "6GiB" or "60%"')
     check_kind(plan, (str, PathLike, Plan), "plan=", "a plan file or a Plan")
     check_kind(device, Device, "device=", "measured timings: `session(model).device` of a calibrated model")

@@ -17,6 +17,7 @@ __all__ = [
     "check_text",
     "check_unique",
     "described",
+    "is_iterable",
 ]
 
 
@@ -70,6 +71,12 @@ def check_unique(values: Sequence[Hashable], what: str, error: type[InputError],
         if value in seen:
             raise error(f"{what} {value!r} is there twice", at=(*at, i))
         seen.add(value)
+
+
+def is_iterable(value: object) -> bool:
+    """Whether a loop takes it, also as a Dataset of torch's, which has no iterator of its own. None is asked for: that of
+    a DataLoader draws a random number, and starts its processes."""
+    return hasattr(value, "__iter__") or hasattr(value, "__getitem__")
 
 
 def described(value: object) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoprec import refusals
-from autoprec.checks import described
+from autoprec.checks import described, is_iterable
 from autoprec.devices import Device
 from autoprec.errors import InputError, NonFiniteError, NotCapturedError, StateError
 from autoprec.events import EventLog
@@ -406,10 +406,8 @@ class Session(Settling, Replanning, Resumable):
         """
         if self.plan is not None:
             raise InputError("this session has a plan already; autoprec.unwrap(model) first")
-        try:
-            given = iter(batches)  # a Dataset says by nothing but this that it is iterable
-        except TypeError:
-            raise InputError(f"batches must be an iterable of batches, not {described(batches)}") from None
+        if not is_iterable(batches):
+            raise InputError(f"batches must be an iterable of batches, not {described(batches)}")
         if not callable(loss_fn):
             raise InputError(f"loss_fn must be a function, loss_fn(model, batch), not {described(loss_fn)}")
         kept = {f: p.grad for f, p in self._parameters.items()}
@@ -417,7 +415,7 @@ class Session(Settling, Replanning, Resumable):
         self._up_front = True
         try:
             with torch.random.fork_rng(devices=cuda_devices(self._device_type)):
-                for batch in islice(given, self.policy.calibration.steps):
+                for batch in islice(batches, self.policy.calibration.steps):
                     # A first pass may only have shown which modules must be captured on their own.
                     step = partial(self._calibration_step, batch, loss_fn)
                     if not (self._observed.with_loss(step, self._device_type) if seen == 1 else step()) and not step():

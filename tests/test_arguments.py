@@ -39,7 +39,7 @@ CALIBRATED = {"batches": BATCHES, "loss_fn": loss_fn}
     [
         ({"device": "cpu"}, "device= must be measured timings"),
         ({"device": torch.device("cpu"), **CALIBRATED}, "device= must be measured timings"),
-        ({"policy": 3}, "policy= must be a name in policies/, a file or a Policy, not 3"),
+        ({"policy": 3}, "a policy must be a name, a path or a Policy, not 3"),
         ({"plan": {}}, "plan= must be a plan file or a Plan, not a mapping"),
         ({"budget": True}, "budget= must be bytes"),
         ({"backend": None}, "unknown backend"),
@@ -80,6 +80,15 @@ def test_batches_may_be_a_dataset() -> None:
     model = made()
     autoprec.compile(model, batches=Rows(), loss_fn=loss_fn, events=None)
     assert autoprec.session(model).plan is not None
+
+
+def test_calibrating_with_a_loader_draws_no_random_numbers() -> None:
+    """Its iterator does, where it is made."""
+    model, rows = made(), torch.randn(24, 16)
+    loader = torch.utils.data.DataLoader(rows, batch_size=8, shuffle=True)  # type: ignore[arg-type]
+    before = torch.get_rng_state()
+    autoprec.compile(model, batches=loader, loss_fn=loss_fn, events=None)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def frozen_plan() -> autoprec.Plan:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from autoprec.checks import is_iterable
 from autoprec.errors import AutoprecError, InputError, nearest
 
 __all__ = ["Target", "load_target"]
@@ -67,7 +68,7 @@ def _checked(text: str, made: Any, running: Callable[[], Any]) -> Target:
     model, batches, loss_fn = made
     if not isinstance(model, nn.Module):
         raise InputError(f"{wanted}; the model must be an nn.Module, not {type(model).__name__}")
-    if not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
+    if not is_iterable(batches):
         raise InputError(f"{wanted}; batches must be iterable, not {type(batches).__name__}")
     if not callable(loss_fn):
         raise InputError(f"{wanted}; loss_fn must be callable as loss_fn(model, batch), not {type(loss_fn).__name__}")
