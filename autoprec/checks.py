@@ -74,8 +74,8 @@ def check_unique(values: Sequence[Hashable], what: str, error: type[InputError],
 
 
 def is_iterable(value: object) -> bool:
-    """Whether a loop takes it, also as a Dataset of torch's, which has no iterator of its own. None is asked for: that of
-    a DataLoader draws a random number, and starts its processes."""
+    """Whether a loop takes it, also a Dataset of torch's, which has no iterator of its own. Nobody is asked for one:
+    that of a DataLoader draws a random number, and starts its processes."""
     return hasattr(value, "__iter__") or hasattr(value, "__getitem__")
 
 

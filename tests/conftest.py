@@ -102,6 +102,18 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
 
 
 @pytest.fixture
+def profile() -> str:
+    """The file of a small model's profile, in the test's folder, with timings beside it."""
+    from autoprec.serial import write_device, write_profile
+    from tests.test_cli_why_not import made_case
+
+    case = made_case()
+    write_profile("p.safetensors", case.profile, case.graph)
+    write_device("p.safetensors.device.json", case.device)
+    return "p.safetensors"
+
+
+@pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that stands for a GPU: its tensors say that they are elsewhere, its optimizers may leave updates out."""
     import torch

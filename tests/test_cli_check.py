@@ -13,7 +13,7 @@ from autoprec.graphs import Op, OpClass
 from autoprec.planning.options import decides
 from autoprec.planning.rules import policy_findings
 from autoprec.policies import Policy, Rule
-from autoprec.serial import policy_names, write_device, write_profile
+from autoprec.serial import policy_names
 from tests.test_cli_why_not import made_case
 from tests.test_house import ROOT
 
@@ -28,14 +28,6 @@ def check(run: Run, text: str, *more: str, name: str = "policy.yaml") -> tuple[i
     text_code, said, _ = run("check", name, *more)
     assert code == text_code and err == ""
     return code, json.loads(out), " ".join(said.split())
-
-
-@pytest.fixture
-def profile() -> str:
-    case = made_case()
-    write_profile("p.safetensors", case.profile, case.graph)
-    write_device("p.safetensors.device.json", case.device)
-    return "p.safetensors"
 
 
 @pytest.mark.parametrize("name", policy_names())

@@ -11,20 +11,11 @@ from pathlib import Path
 import pytest
 
 from autoprec.plans import Event
-from autoprec.serial import event_to_json_line, write_device, write_profile
-from tests.test_cli_why_not import made_case
+from autoprec.serial import event_to_json_line
 
 Run = Callable[..., tuple[int, str, str]]
 
 COMMAND = (sys.executable, "-c", "from autoprec.cli.main import app; app(prog_name='autoprec')")
-
-
-@pytest.fixture
-def profile() -> str:
-    case = made_case()
-    write_profile("p.safetensors", case.profile, case.graph)
-    write_device("p.safetensors.device.json", case.device)
-    return "p.safetensors"
 
 
 def written(folder: Path) -> dict[str, bytes]:

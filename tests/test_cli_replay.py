@@ -17,19 +17,10 @@ from autoprec.planning.replays import count_text, replay
 from autoprec.planning.solutions import Choice, Solution
 from autoprec.planning.solvers import SOLVERS, Solver
 from autoprec.planning.values import Problem
-from autoprec.serial import read_case, write_case, write_device, write_profile
+from autoprec.serial import read_case, write_case
 from tests.planning.planning_cases import random_case
-from tests.test_cli_why_not import made_case
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def profile() -> str:
-    case = made_case()
-    write_profile("p.safetensors", case.profile, case.graph)
-    write_device("p.safetensors.device.json", case.device)
-    return "p.safetensors"
 
 
 def solvable(most: int = 256) -> Problem:

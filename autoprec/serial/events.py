@@ -7,8 +7,6 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 
@@ -72,17 +70,18 @@ class EventsFile(Generic[T]):
 
     def _take(self, lines: list[bytes]) -> None:
         named = [self._event(line, self._lines + i) for i, line in enumerate(lines, start=1)]
-        begin = 0
-        for name, group in groupby(named, key=itemgetter(0)):
-            events = [event for _, event in group]
-            try:
-                self._runs[name] = self._fold(self._runs.get(name, self._nothing()), events)
-            except InputError as error:
-                raise InputError(f"{self.path}:{self._lines + 1 + begin + int(error.at[0])}: {error}{_HINT}") from error
-            begin += len(events)
-            is_planned = any(e.kind == "planned" and e.trigger != "asked" for e in events)
+        places: dict[str, list[int]] = {}
+        for i, (name, event) in enumerate(named):
+            places.setdefault(name, []).append(i)
+            is_planned = event.kind == "planned" and event.trigger != "asked"
             if is_planned or not self._is_planned:
                 self._shown, self._is_planned = name, is_planned
+        for name, own in places.items():  # each at once: runs that write in turn are not folded line by line
+            try:
+                self._runs[name] = self._fold(self._runs.get(name, self._nothing()), [named[i][1] for i in own])
+            except InputError as error:
+                number = self._lines + 1 + own[int(error.at[0])]
+                raise InputError(f"{self.path}:{number}: {error}{_HINT}") from error
         self.run = self._runs[self._shown]
         if lines:
             self._last = lines[-1] + b"\n"
