@@ -29,17 +29,17 @@ class LossWatch:
     def __init__(self, limits: Guard) -> None:
         self._limits, self._known = limits, Losses()
         self._waiting: list[Tensor | float] = []
-        self._seen: list[tuple[CallRecord, int, Tensor]] = []
+        self._seen: list[tuple[set[int], int, Tensor]] = []
         self._told: list[Tensor] = []
         self._first = 0
         self.off = ""
 
     def look(self, record: CallRecord, outputs: Any) -> None:
         """A scalar that a graph returns is taken to be a loss, if a backward pass begins or goes on there: one that the
-        loop gives up is none."""
+        loop gives up is none. The call itself is not held: it has its batch."""
         for i, y in enumerate(outputs if isinstance(outputs, (tuple, list)) else (outputs,)):
             if isinstance(y, Tensor) and y.numel() == 1 and y.requires_grad and y.is_floating_point():
-                self._seen.append((record, i, y.detach().reshape(())))
+                self._seen.append((record.entered, i, y.detach().reshape(())))
 
     def note(self, loss: Tensor | float) -> None:
         """The user tells it; then that counts, and not what graphs return. Raises `InputError` if it is no number."""
@@ -90,7 +90,7 @@ class LossWatch:
         self._known, self._waiting = losses, []
 
     def _of_step(self) -> Tensor | None:
-        values = self._told or [y for record, i, y in self._seen if i in record.output_gradients]
+        values = self._told or [y for entered, i, y in self._seen if i in entered]
         if not values:
             return None
         return values[0] if len(values) == 1 else torch.stack([v.float() for v in values]).mean()

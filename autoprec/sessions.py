@@ -27,7 +27,7 @@ from autoprec.execution import dispatch
 from autoprec.execution.faults import Fault
 from autoprec.execution.freezing import FrozenParameters
 from autoprec.execution.lowering import Backend, Lowering
-from autoprec.execution.replay import CallRecord, forget, in_backward, keep_gradients, record_call
+from autoprec.execution.replay import CallRecord, in_backward, keep_gradients, record_call
 from autoprec.execution.slots import Slot
 from autoprec.execution.stepping import StepGuard
 from autoprec.execution.takeover import Takeover
@@ -266,10 +266,10 @@ class Session(Settling, Replanning, Resumable):
         self._guard.covered.add(slot.binding.covers)
         # Micro-batches that are known to be good nobody will replay. While the host asks a device how the one before
         # went, that has this forward pass to do.
-        before = list(self._calls) if all(c.returned >= 0 for c in self._calls) else []
+        returned = bool(self._calls) and all(c.returned >= 0 for c in self._calls)
         on_cpu = next(iter(self._parameters.values())).is_cpu
-        if before and on_cpu and self._guard.watch.verdict():
-            forget(self._calls, before)
+        if returned and on_cpu and self._guard.watch.verdict():
+            self._calls.clear()
         record = record_call(slot.binding, arguments)
         self._calls.append(record)
         if self.calibrating and (told := self._provisional.weigh(slot, arguments, self._guard.optimizer_bytes)):
@@ -277,8 +277,8 @@ class Session(Settling, Replanning, Resumable):
         outputs, how = self._observed.run(slot, arguments), self._observed.how_to_note(slot.binding)
         self._losses.look(record, outputs)
         self._observed.look(record, outputs)
-        if before and not on_cpu and self._guard.watch.verdict():
-            forget(self._calls, before)
+        if returned and not on_cpu and self._guard.watch.verdict():
+            self._calls = deque([record], maxlen=_MOST_CALLS)
         keep_gradients(record, outputs, self._guard.covered, **how)
         return outputs
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 import autoprec
+from autoprec.execution.slots import Slot
 from autoprec.serial import load_policy
 from tests.models import Transformer, language_loss
 from tests.test_lowering import plan_of
@@ -85,6 +89,43 @@ def test_what_nobody_goes_back_through_is_let_go_of(storage: str) -> None:
         autoprec.session(model).step()
         held.append(alive_bytes())
     assert held[1] == held[2]
+
+
+class AlsoLoss(nn.Module):
+    """Gives scores and a loss; either may be differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(x)
+        return y.square().mean(), y
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_good_micro_batch_is_let_go_of_before_the_next_runs(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the gradients that came to its outputs: of scores they are as large as all of a step."""
+    model, held = AlsoLoss(), list[int]()
+    autoprec.compile(model, policy="observe", plan=plan_of({}), events=None)
+    runs = Slot.run
+
+    def run(self: Slot, arguments: Sequence[Any]) -> Any:
+        held.append(sum(batch() is not None for batch in batches) + sum(g() is not None for g in gradients))
+        return runs(self, arguments)
+
+    monkeypatch.setattr(Slot, "run", run)
+    batches, gradients = list[weakref.ref[Tensor]](), list[weakref.ref[Tensor]]()
+    for _ in range(3):
+        x = torch.randn(256, 64)
+        y = model(x)[which]
+        y.register_hook(lambda g: gradients.append(weakref.ref(g)))
+        batches.append(weakref.ref(x))
+        del x
+        y.sum().backward()
+        del y
+    assert held == [0, 0, 0] and len(batches) == len(gradients) == 3
+    autoprec.session(model).step()
 
 
 @pytest.mark.parametrize("pieces", [False, True])

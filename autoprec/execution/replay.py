@@ -7,7 +7,6 @@ outputs.
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ from autoprec.tracing.bindings import Binding
 
 __all__ = [
     "CallRecord",
-    "forget",
     "in_backward",
     "keep_gradients",
     "record_call",
@@ -40,13 +38,15 @@ _ROUNDING = 1e-6
 
 @dataclass(eq=False)
 class CallRecord:
-    """One training call of a graph. `started` and `returned` order the forward and backward passes of a step."""
+    """One training call of a graph. `started` and `returned` order the forward and backward passes of a step; `entered`
+    are the outputs that a gradient came to."""
 
     binding: Binding
     arguments: Sequence[Any]
     rng: Tensor
     cuda_rng: Tensor | None
     output_gradients: dict[int, Tensor] = field(default_factory=dict)
+    entered: set[int] = field(default_factory=set)
     started: int = field(default_factory=lambda: next(_ticks))
     returned: int = -1
 
@@ -72,6 +72,7 @@ def keep_gradients(
             mark_gradient()
         if index not in unused and (outside := _without(g, sent)) is not None:
             record.output_gradients[index] = outside
+            record.entered.add(index)
         covered.add(record.binding.covers)
 
     given = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
@@ -119,13 +120,6 @@ def _without(g: Tensor, sent: list[Tensor]) -> Tensor | None:
 def in_backward() -> bool:
     """Whether autograd is running a backward pass on this thread: what runs forward now is recomputation."""
     return torch._C._current_graph_task_id() != -1
-
-
-def forget(calls: deque[CallRecord], known: Sequence[CallRecord]) -> None:
-    """Let go of calls that nobody will replay."""
-    kept = [call for call in calls if call not in known]
-    calls.clear()
-    calls.extend(kept)
 
 
 def record_call(binding: Binding, arguments: Sequence[Any]) -> CallRecord:
