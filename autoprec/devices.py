@@ -42,6 +42,8 @@ class OpTiming:
     role is "output". None if that was not looked at.
     `mixed_workspace_bytes`: of a gradient role of a product in FP32, the workspace where another role is narrow or the
     input is kept narrow: what runs then is not torch's own product. None if that was not looked at.
+    `piece_frac`: of a gradient role of a convolution that copies an operand to this format, the share of the images of
+    which there are copies at a time (a CPU goes a few images at a time). None for all of them.
     """
 
     timing_key: str
@@ -52,6 +54,7 @@ class OpTiming:
     workspace_bytes: int | None = None
     backward_workspace_bytes: int | None = None
     mixed_workspace_bytes: int | None = None
+    piece_frac: float | None = None
     forward_seconds: float | None = None
 
     def __post_init__(self) -> None:
@@ -61,6 +64,8 @@ class OpTiming:
         sizes = ("private_saved_bytes", "workspace_bytes", "backward_workspace_bytes", "mixed_workspace_bytes")
         for name in (*sizes, "forward_seconds"):
             check_amount(getattr(self, name), name, DeviceError, name)
+        if self.piece_frac is not None and not 0.0 < self.piece_frac <= 1.0:
+            raise DeviceError(f"piece_frac must be above 0 and at most 1, not {self.piece_frac}", at=("piece_frac",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +173,12 @@ class Device:
         """(timing_key, role) → `mixed_workspace_bytes`, where known."""
         found = ((t, t.mixed_workspace_bytes) for t in self.timings)
         return {(t.timing_key, t.role): size for t, size in found if size is not None}
+
+    @cached_property
+    def piece_frac_by_key(self) -> dict[tuple[str, str, str], float]:
+        """(timing_key, role, format) → `piece_frac`, where there is one."""
+        found = ((t, t.piece_frac) for t in self.timings)
+        return {(t.timing_key, t.role, t.format): frac for t, frac in found if frac is not None}
 
     @cached_property
     def cast_by_pair(self) -> dict[tuple[str, str], CastTiming]:

@@ -142,6 +142,33 @@ def test_pieces_are_larger_where_the_kernel_computes_in_bf16(native: str, monkey
     assert [n for n in counts if n > 1] == [expected] * (1 if native == "bf16" else 3)
 
 
+@pytest.mark.parametrize("numel", [1, 500, 2000, 10**6])
+@pytest.mark.parametrize(("kind", "x_shape", "w_shape", "options"), CONVOLUTIONS)
+def test_how_much_of_a_batch_is_there_at_a_time(
+    kind: str, x_shape: Any, w_shape: Any, options: dict[str, Any], numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For whoever predicts a peak: the larger pieces, where something is copied for both gradients."""
+    in_pieces(numel, monkeypatch)
+    few, shares = convolutions._few, list[float]()
+
+    def noted(x: Tensor, *told: Any) -> Any:
+        found = few(x, *told)
+        sizes = [x.shape[0] if s is None else s.stop - s.start for s in found]
+        shares.append(max(sizes) / x.shape[0])
+        return found
+
+    how, spec = (
+        conv_options(kind, options),
+        GemmSpec(output="bf16", grad_input="fp32", grad_weight="fp32", native=("fp32",)),
+    )
+    x, w = torch.randn(5, *x_shape[1:]).bfloat16().requires_grad_(), torch.randn(w_shape).requires_grad_()
+    y = conv(x, w, None, None, spec, how)
+    monkeypatch.setattr(convolutions, "_few", noted)
+    torch.autograd.grad(y, (x, w), torch.randn_like(y))
+    of_weight, of_input = shares
+    assert convolutions.piece_fracs(how, x, y, w, torch.float32) == (of_input, of_weight)
+
+
 def test_a_compiler_sees_one_convolution() -> None:
     with FakeTensorMode():
         x = torch.empty(64, 64, 64, 64)

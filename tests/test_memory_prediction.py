@@ -248,24 +248,22 @@ def test_the_peak_of_small_models_of_transformers_is_predicted(name: str) -> Non
         assert found.ratio is not None and abs(found.ratio - 1.0) <= SLACK, found
 
 
-#: On a CPU with BF16 instructions (fa3b153): what a convolution decodes for its backward pass goes a few images at a
-#: time, and counts whole.
-CONVOLUTIONS = pytest.param("cnn", marks=pytest.mark.xfail(strict=False, reason="1.041 is predicted of one of two"))
-
-
-@pytest.mark.parametrize("name", ["mlp", "transformer", CONVOLUTIONS, "fused-attention"])
-def test_the_peak_of_any_mixture_is_predicted(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "count", "allowed"),
+    [("mlp", 2, 0.03), ("transformer", 2, 0.03), ("cnn", 12, 0.005), ("fused-attention", 2, 0.03)],
+)
+def test_the_peak_of_any_mixture_is_predicted(name: str, count: int, allowed: float) -> None:
     """Formats and storages by chance: casts, and the order in which our products make their gradients, also those of
-    two activations. Of the transformer one of four layers, of the network two of three stages; `python -m
-    tests.bench.mixtures` has all."""
+    two activations; of convolutions copies of a few images at a time. Of the transformer one of four layers, of the
+    network two of three stages; `python -m tests.bench.mixtures` has all."""
     used = FUSED_ATTENTION if name == "fused-attention" else BENCH[name]
     if name == "transformer":
         used = replace(used, build=partial(ByteTransformer, width=256, heads=4, depth=1, context=128))
     elif name == "cnn":
         used = replace(used, build=partial(ResNet, stages=2))
     with one_thread():
-        found = ratios(calibrate(used), 2)
-    assert max(abs(r - 1.0) for r in found) <= 0.03, found
+        found = ratios(calibrate(used), count)
+    assert max(abs(r - 1.0) for r in found) <= allowed, found
     assert abs(float(np.median(found)) - 1.0) <= 0.005, found
 
 

@@ -25,6 +25,7 @@ from autoprec.execution.measuring import backward_workspace_bytes, workspace_byt
 from autoprec.formats import is_operands_only, is_scaled, result_format
 from autoprec.graphs import OpClass, Role
 from autoprec.numerics.contractions import weighted_product
+from autoprec.numerics.convolutions import ConvOptions, piece_fracs
 from autoprec.numerics.dtypes import dtype_of, has_dtype, native_formats
 from autoprec.numerics.gemm import matmul
 from autoprec.numerics.lean import lean
@@ -177,6 +178,7 @@ def _time_case(
             workspace_bytes=found[fmt].workspace.get(role),
             backward_workspace_bytes=found[fmt].backward_workspace if role is Role.OUTPUT else None,
             mixed_workspace_bytes=found[fmt].mixed.get(role),
+            piece_frac=found[fmt].piece_frac.get(role),
             forward_seconds=seconds.get((None, fmt)) if role is Role.OUTPUT else None,
         )
         for (role, fmt), taken in seconds.items()
@@ -195,7 +197,7 @@ class _Runs:
     """What to time for each role of an op in one format, the bytes that it keeps privately, and its workspace by role.
 
     Ops that are not products have one role, forward and backward together, and `backward_workspace`; `forward` is one
-    forward pass of those that may be made again. `mixed`: see `OpTiming.mixed_workspace_bytes`.
+    forward pass of those that may be made again. `mixed` and `piece_frac`: see `OpTiming`.
     """
 
     runs: dict[Role, Callable[[], object]]
@@ -203,6 +205,7 @@ class _Runs:
     workspace: dict[Role, int]
     backward_workspace: int = 0
     mixed: dict[Role, int] = field(default_factory=dict)
+    piece_frac: dict[Role, float] = field(default_factory=dict)
     forward: Callable[[], object] | None = None
 
 
@@ -274,7 +277,8 @@ def _role_runs(case: TimingCase, fmt: str, on: Device) -> _Runs:
         if case.op.gemm is not None and on.fused_casts and is_scaled(fmt) and fmt in on.native:
             fused = product_runs(leaves[0], leaves[1], case.op.gemm.how, fmt)
             roles |= {} if fused is None else {role: fused[role] for role in roles}
-        return _Runs(runs=roles, private_bytes=private, workspace=held, mixed=mixed)
+        pieces = _pieces(case, fmt, on, leaves, ends)
+        return _Runs(runs=roles, private_bytes=private, workspace=held, mixed=mixed, piece_frac=pieces)
     whole = backward(ends, leaves)
     runs: dict[Role, Callable[[], object]] = {Role.OUTPUT: lambda: (without_graph(), whole())}
     return _Runs(
@@ -305,6 +309,19 @@ def _differentiated(case: TimingCase, result: Any) -> list[Tensor]:
     are parts, but for the last cells."""
     found = [result[0]] if case.op.op_class is OpClass.RECURRENT else tensors_of(result)
     return [y for y in found if y.requires_grad]
+
+
+def _pieces(
+    case: TimingCase, fmt: str, on: Device, leaves: Sequence[Tensor], ends: Sequence[Tensor]
+) -> dict[Role, float]:
+    """`OpTiming.piece_frac` by role. What has a scale is copied whole: all images have the same."""
+    if case.op.gemm is None or not isinstance(how := case.op.gemm.how, ConvOptions) or on.type != "cpu":
+        return {}
+    (x, weight, *_), dtype = leaves, dtype_of(fmt) if fmt in on.native else torch.float32
+    if is_scaled(fmt) or x.dim() != weight.dim():
+        return {}
+    fracs = zip((Role.GRAD_INPUT, Role.GRAD_WEIGHT), piece_fracs(how, x, ends[0], weight, dtype), strict=True)
+    return {role: frac for role, frac in fracs if frac < 1.0}
 
 
 def _mixed(case: TimingCase, device_type: str) -> dict[Role, int]:

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoprec.formats import is_scaled, other_operand
+from autoprec.formats import is_scaled, other_operand, result_format
 from autoprec.numerics.compilers import is_traced
+from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.operands import begin, channel_sums, made_in, refuse_copies, saved_operand, unscaled
 from autoprec.numerics.packing import Packed
 from autoprec.numerics.products import GemmSpec
 from autoprec.numerics.remaking import Kept
 
-__all__ = ["ConvOptions", "conv"]
+__all__ = ["ConvOptions", "conv", "piece_fracs"]
 
 #: Elements of the larger of input and result that a thread of a CPU convolves at a time, by the bytes of one: kernels
 #: for BF16 copy less, and lose more by pieces (docs/measurements/pieces.md).
@@ -73,6 +74,7 @@ class _Conv(torch.autograd.Function):
             product = _weight_gradient(spec, ctx.options, grad, read, weight)
             product = spec.product(product, spec.grad_weight, made_in(spec, grad, weight))
             grad_w = unscaled(ctx, product, weight.dtype)
+            del product
         there = read if isinstance(read, Tensor) and ctx.again is None else None
         del read  # made for this pass, as like as not: it need not be there beside the input's gradient
         if ctx.needs_input_grad[0]:
@@ -115,6 +117,7 @@ def _weight_gradient(
                 return part
             wide = part.to(torch.promote_types(part.dtype, torch.float32))
             total = wide if total is None else total.add_(wide)
+            del part, wide  # they need not be there beside the next
     assert total is not None
     return total
 
@@ -157,9 +160,11 @@ def _input_gradient(
             made = _backward(o, g, _of(read, images), w, 0)
         else:
             made = _adjoint(o, g, of, w)
+        del g  # a copy, as like as not: it need not be there beside two of the result
         return spec.product(made, spec.grad_input, dtype)
 
-    is_copied = isinstance(arriving, Packed) or not grad.dtype is w.dtype is dtype
+    rounded = dtype_of(result_format(spec.grad_input))  # and computed in FP32, where there are no instructions for it
+    is_copied = isinstance(arriving, Packed) or not rounded is grad.dtype is w.dtype is dtype
     few = _few(grad, w.dtype, grad.shape, shape) if is_copied or shape.numel() > grad.numel() else [None]
     with spec.computing(spec.grad_input):
         return _joined(some, few)
@@ -189,15 +194,27 @@ def _shape(x: Tensor | Packed) -> torch.Size:
 def _few(x: Tensor, dtype: torch.dtype, *shapes: Sequence[int]) -> list[slice] | list[None]:
     """The images of a batch that are convolved in `dtype`, a few at a time, and two at least, because torch does not
     leave one alone to oneDNN. All of them, as None, elsewhere than on a CPU, and while a compiler traces."""
-    if x.device.type != "cpu" or is_traced(x):
+    if x.device.type != "cpu" or is_traced(x) or (count := _count(x.shape[0], dtype, *shapes)) < 2:
         return [None]
-    batch, largest = x.shape[0], max(math.prod(shape[1:]) for shape in shapes)
-    at_once = _CONVOLVED_AT_ONCE[dtype.itemsize] * torch.get_num_threads()
-    count = batch // max(2, at_once // max(1, largest))
-    if count < 2:
-        return [None]
-    ends = [batch * k // count for k in range(count + 1)]
+    ends = [x.shape[0] * k // count for k in range(count + 1)]
     return [slice(*pair) for pair in zip(ends, ends[1:], strict=False)]
+
+
+def _count(batch: int, dtype: torch.dtype, *shapes: Sequence[int]) -> int:
+    largest = max(math.prod(shape[1:]) for shape in shapes)
+    at_once = _CONVOLVED_AT_ONCE[dtype.itemsize] * torch.get_num_threads()
+    return batch // max(2, at_once // max(1, largest))
+
+
+def piece_fracs(o: ConvOptions, x: Tensor, y: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """On a CPU, the largest share of a batch that is there at a time, copied, where the products for the gradients of
+    input and weight are computed in `dtype`; 1.0 where all is. `y`: the result."""
+    if (batch := x.shape[0]) == 0:
+        return 1.0, 1.0
+    seen = x.shape if _places(o, weight) is None else (*x.shape[:2], *y.shape[2:])
+    counts = (max(1, _count(batch, dtype, y.shape, of)) for of in (x.shape, seen))
+    of_input, of_weight = (-(-batch // count) / batch for count in counts)
+    return of_input, of_weight
 
 
 def _joined(some: Callable[[slice | None], Tensor], few: list[slice] | list[None]) -> Tensor:
@@ -211,6 +228,7 @@ def _joined(some: Callable[[slice | None], Tensor], few: list[slice] | list[None
             shape, order = (few[-1].stop, *part.shape[1:]), _memory_order(part)
             made = torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=order)
         made[images] = part
+        del part  # it need not be there beside the next
     assert made is not None
     return made
 

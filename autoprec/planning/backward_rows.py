@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from autoprec.formats import result_format
@@ -29,7 +30,11 @@ class Cast(NamedTuple):
     @property
     def held(self) -> CopyHeld:
         """What it makes."""
-        return self.made, self.numel * bytes_of(self.format)
+        return self.held_of(self.numel)
+
+    def held_of(self, numel: int) -> CopyHeld:
+        """Of so many of the elements."""
+        return self.made, float(numel * bytes_of(self.format))
 
 
 #: Elements of an operand, and the casts that may be made of it.
@@ -46,8 +51,10 @@ def backward_of(program: Program, gemm: Gemm) -> list[list[CopyHeld]]:
     )
     of_input, of_weight = program.of_gemm[gemm.number]
     casts = program.result_casts.get(gemm.number, {})  # when all else is gone
-    cast = [(made, float(gemm.x_numel * bytes_of(h))) for (h, _), made in casts.items()]
-    later = [(made, -float(gemm.x_numel * bytes_of(f))) for (_, f), made in casts.items()]
+    pieces, spared = dict(gemm.input_pieces), dict(gemm.spared)  # each piece is cast by itself
+    cast = [(made, float(gemm.x_numel * bytes_of(h))) for (h, _), made in casts.items() if h not in pieces]
+    later = [(made, -float(gemm.x_numel * bytes_of(f))) for (h, f), made in casts.items() if h not in pieces]
+    fewer = [(made, -float(spared.get(h, 0))) for (h, _), made in casts.items() if h in pieces]
     plain, made = plain_product(program, gemm), result_of(gemm.output)
     mixed = {f: Linear().add(program.is_in(gemm.output, f)) for f in program.formats(gemm.output)}
     mixed["fp32"] = mixed.get("fp32", Linear()).add(plain, -1.0)
@@ -58,13 +65,15 @@ def backward_of(program: Program, gemm: Gemm) -> list[list[CopyHeld]]:
     own, read = p.remade_for(gemm)
     again = program.remade.get(gemm.x, {}).items()
     late += [(e, float(own * bytes_of(f))) for f, e in again]
-    not_yet = [(program.is_in(made, f), -float(gemm.x_numel * bytes_of(f))) for f in program.formats(made)]
+    not_yet = [
+        (program.is_in(made, f), -float(gemm.x_numel * bytes_of(f))) for f in program.formats(made) if not pieces
+    ]
     if gemm.pairs:
         return [[*stage, *early] for stage in _of_two(program, gemm)]
-    phases = [[*own_input, *_lasting(gemm, of_input), *cast, *later, *early],
-              [*cast, *early], [*own_weight, *_lasting(gemm, of_weight), *late],
-              *([brief, *not_yet, *early] for brief in _before(gemm, of_input)),
-              *([brief, *late] for brief in _before(gemm, of_weight))]  # fmt: skip
+    phases = [[*own_input, *_lasting(gemm, of_input, gemm.of_input), *cast, *later, *fewer, *early],
+              [*cast, *early], [*own_weight, *_lasting(gemm, of_weight, gemm.of_weight), *late],
+              *([brief, *not_yet, *early] for brief in _before(gemm, of_input, gemm.of_input)),
+              *([brief, *late] for brief in _before(gemm, of_weight, gemm.of_weight))]  # fmt: skip
     if read:
         phases.append([*((e, float(read * bytes_of(f))) for f, e in again), *late])
     return phases
@@ -77,15 +86,17 @@ def plain_product(program: Program, gemm: Gemm) -> Linear:
     return program.all_of([*(program.is_in(u, "fp32") for u in units), Linear(1.0).add(stored, -1.0)])
 
 
-def _lasting(gemm: Gemm, operands: list[Operand]) -> list[CopyHeld]:
-    """Casts that are there while the product is made."""
-    return [cast.held for _, casts in operands for cast in casts if cast.format not in gemm.emulated]
+def _lasting(gemm: Gemm, operands: list[Operand], there: Callable[[int, str], int]) -> list[CopyHeld]:
+    """Casts that are there while the product is made; `there` as `Step.product` has it."""
+    lasting = [cast for _, casts in operands for cast in casts if cast.format not in gemm.emulated]
+    return [cast.held_of(there(cast.numel, cast.format)) for cast in lasting]
 
 
-def _before(gemm: Gemm, operands: list[Operand]) -> list[CopyHeld]:
+def _before(gemm: Gemm, operands: list[Operand], there: Callable[[int, str], int]) -> list[CopyHeld]:
     """Before an emulated product: a cast, beside the FP32 copy of it and those of the operands before it."""
     found, copies = list[CopyHeld](), 0
-    for numel, casts in operands:
+    for whole, casts in operands:
+        numel = there(whole, "fp32")
         for cast in casts:
             if cast.format in gemm.emulated:
                 found.append((cast.made, copies + numel * (4 + bytes_of(cast.format))))

@@ -195,6 +195,9 @@ class _Check:
             for k, pair in enumerate(gemm.pairs):
                 for j, numel in enumerate(pair):
                     self.amount((*at, "pairs", k, j), numel)
+            for name in ("input_pieces", "weight_pieces"):
+                self.energies((*at, name), getattr(gemm, name))
+            self.energies((*at, "spared"), [(f, abs(size)) for f, size in gemm.spared])
             for k, f in enumerate(gemm.emulated):
                 check_format(f, InputError, *at, "emulated", k)
             if gemm.summed is not None:

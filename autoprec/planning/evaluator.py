@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from autoprec.formats import held_as, is_scaled, other_operand, result_format
@@ -36,6 +36,9 @@ _GRADIENTS = "gradients of activations"
 
 #: Source, target, elements.
 _Cast = tuple[str, str, int]
+
+#: `Gemm.of_input` or `Gemm.of_weight`.
+_There = Callable[[int, str], int]
 
 
 class Step:
@@ -262,12 +265,19 @@ class Step:
         again = held_as(other_operand(self.format(gemm.grad_input)))
         of_input += [(self.copy(gemm.output), again, numel) for numel in operands]
         of_weight = [(made, g, out), (read, beside, gemm.read_numel)] if gemm.has_grad_weight else []
-        held = [self.product(gemm, gemm.grad_input, of_input), self.product(gemm, gemm.grad_weight, of_weight)]
-        if gemm.has_grad_input and h != made:  # the input's gradient is cast when all else is gone
+        held = [
+            self.product(gemm, gemm.grad_input, of_input, gemm.of_input),
+            self.product(gemm, gemm.grad_weight, of_weight, gemm.of_weight),
+        ]
+        if gemm.has_grad_input and h != made:
             self.seconds += p.cast_seconds(h, made, x)
-            held[0] = max(held[0] + x * (bytes_of(h) - bytes_of(made)), x * bytes_of(h))
-        held[0] = max(held[0], _before(gemm, of_input) - x * bytes_of(made))  # the input's gradient is not there yet
-        held[1] = max(held[1], _before(gemm, of_weight))
+            if h in dict(gemm.input_pieces):  # each piece is cast by itself
+                held[0] -= dict(gemm.spared).get(h, 0)
+            else:  # the input's gradient is cast when all else is gone
+                held[0] = max(held[0] + x * (bytes_of(h) - bytes_of(made)), x * bytes_of(h))
+        not_yet = 0 if gemm.input_pieces else x * bytes_of(made)  # of the input's gradient
+        held[0] = max(held[0], _before(gemm, of_input, gemm.of_input) - not_yet)
+        held[1] = max(held[1], _before(gemm, of_weight, gemm.of_weight))
         if self.storage_of(gemm) == RECOMPUTED:
             there, made_of = (size * bytes_of(self.format_kept(gemm)) for size in p.remade_for(gemm))
             held[1] += there
@@ -307,13 +317,14 @@ class Step:
         found = stages(gemm.out_numel, gemm.pairs, gemm.x_numel, 1)
         return max(sum(sign * numel * sizes[part] for part, numel, sign in stage) for stage in found)
 
-    def product(self, gemm: Gemm, unit: int, casts: Sequence[_Cast]) -> int:
-        """Bytes of a product of a GEMM's backward pass, and of its operands' casts; seconds of the latter."""
+    def product(self, gemm: Gemm, unit: int, casts: Sequence[_Cast], there: _There) -> int:
+        """Bytes of a product of a GEMM's backward pass, and of its operands' casts; seconds of the latter. `there`: of
+        so many elements, those of which there are copies in a format at a time."""
         size = self.problem.units[unit].workspace[self.options[unit]]
         for source, target, numel in casts:
             self.seconds += self.problem.cast_seconds(source, target, numel)
             if source != target and target not in gemm.emulated:
-                size += numel * bytes_of(target)
+                size += there(numel, target) * bytes_of(target)
         return size
 
     def loss_variance(self) -> float:
@@ -383,10 +394,11 @@ class Step:
         return total + sum(energy for f, energy in gemm.x_noise if f in read)
 
 
-def _before(gemm: Gemm, casts: Sequence[_Cast]) -> int:
+def _before(gemm: Gemm, casts: Sequence[_Cast], there: _There) -> int:
     """Most bytes before an emulated product: a cast, beside the FP32 copy of it and those of the operands before it."""
     copies = most = 0
-    for source, target, numel in casts:
+    for source, target, whole in casts:
+        numel = there(whole, "fp32")
         if source != target and target in gemm.emulated:
             most = max(most, copies + numel * (4 + bytes_of(target)))
         copies += 4 * numel

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autoprec.devices import Device
+from autoprec.formats import COMPUTE_FORMATS
 from autoprec.graphs import Op, Role
 from autoprec.planning.activations import Activations
+from autoprec.planning.codes import bytes_of
 from autoprec.planning.flow import Flow
 from autoprec.planning.standing import passing_bytes, readers_of_parameters
 from autoprec.planning.values import Gemm, Unit, WeightRow
@@ -39,6 +41,7 @@ class Products:
         read = op.inputs[:1] if op.weights else tuple(t for t in op.inputs if specs[t].is_float32)
         of_gradients = [t for t in read if op.weights or specs[t].requires_grad]
         two = needed and not op.weights and op.is_plain_product
+        pieces = self._pieces(op, Role.GRAD_INPUT)
         return Gemm(
             number=number,
             op=op.id,
@@ -61,6 +64,9 @@ class Products:
             seen_numel=places_read(op, self._graph),
             plain_extra=(self._plain_extra(op, Role.GRAD_INPUT), self._plain_extra(op, Role.GRAD_WEIGHT)),
             summed=self._summed(op),
+            input_pieces=pieces,
+            weight_pieces=self._pieces(op, Role.GRAD_WEIGHT),
+            spared=self._spared(op, self._units[unit[Role.GRAD_INPUT]], pieces),
             weight_bytes=passing_bytes(op, self._graph),
             emulated=self._emulated(op),
             upstream=upstream,
@@ -80,6 +86,24 @@ class Products:
         plain = self._device.workspace_by_key.get((op.timing_key, role, "fp32"), (0, 0))[0]
         mixed = mixed_workspace(op, role, self._graph, self._device)
         return 0 if mixed is None else plain - mixed
+
+    def _pieces(self, op: Op, role: Role) -> tuple[tuple[str, float], ...]:
+        """`Gemm.input_pieces` and `Gemm.weight_pieces`. What is compiled goes all at once."""
+        if self._graph.compiled:
+            return ()
+        known = self._device.piece_frac_by_key
+        return tuple((f, known[key]) for f in COMPUTE_FORMATS if (key := (op.timing_key, role, f)) in known)
+
+    def _spared(self, op: Op, unit: Unit, pieces: Sequence[tuple[str, float]]) -> tuple[tuple[str, int], ...]:
+        """`Gemm.spared`: the workspace was measured of all images, unless the result is larger than what it is made of
+        or its operands are copied anyway, and beside the result, of which there are pieces in two formats now."""
+        specs, found = self._graph.tensor_by_id, list[tuple[str, int]]()
+        numel = specs[op.inputs[0]].numel
+        sizes = dict(zip(unit.options, unit.workspace, strict=True))
+        for f, frac in pieces:
+            if f in sizes and numel <= specs[op.outputs[0]].numel and f not in self._emulated(op):
+                found.append((f, sizes[f] - round((sizes[f] + numel * bytes_of(f)) * frac)))
+        return tuple(found)
 
     def _summed(self, op: Op) -> tuple[int, int] | None:
         """`Gemm.summed`: a linear layer sends the transpose of what it made, and autograd adds nothing to that."""

@@ -28,8 +28,8 @@ __all__ = ["Tabulated"]
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
 
-#: Source, target, elements.
-_Cast = tuple[_Ints, _Ints, _Floats]
+#: Source, target, elements, and by format those of which there are copies at a time.
+_Cast = tuple[_Ints, _Ints, _Floats, _Floats]
 
 
 class Tabulated(PartTables):
@@ -339,8 +339,12 @@ class Tabulated(PartTables):
         present = (storage is not None, gemm.has_grad_input, gemm.has_grad_weight, gemm.operands_numel > 0, emulated,
                    len(gemm.pairs))  # fmt: skip
         summed_at, summed = gemm.summed or (gemm.moment, 0)
+        pieces = self._vector((f, 1.0) for f, _ in gemm.input_pieces) + self._vector(gemm.spared)
+        for there, numel in ((gemm.of_input, gemm.out_numel), (gemm.of_weight, gemm.out_numel),
+                          (gemm.of_weight, gemm.read_numel)):  # fmt: skip
+            pieces += [float(there(numel, f)) for f in self.decisions.formats]
         figures = [gemm.x_numel, gemm.out_numel, gemm.operands_numel, p.phase(p.backward(gemm.moment)), *workspace,
-                   *chain.from_iterable(gemm.pairs), *p.remade_for(gemm), gemm.weight_bytes, gemm.read_numel,
+                   *pieces, *chain.from_iterable(gemm.pairs), *p.remade_for(gemm), gemm.weight_bytes, gemm.read_numel,
                    *gemm.plain_extra, p.phase(p.backward(summed_at)), summed]  # fmt: skip
         born = of(p.tensors[gemm.x].born)
         again = born if storage is not None and p.tensors[gemm.x].remaking is not None else -1
@@ -364,31 +368,37 @@ class Tabulated(PartTables):
         n, width = self._formats, np.array(self._sizes, np.float64)
         of_input: list[_Cast] = []
         of_weight: list[_Cast] = []
+        in_pieces, spared, out_of_input, out_of_weight, read_of_weight = (
+            figures[4 + k * n : 4 + (k + 1) * n] for k in range(2, 7)
+        )
         if has_input:
             back = self._result[h]
-            of_input = [(made, back, out)]
-        pairs = [(figures[k], figures[k + 1]) for k in range(4 + 2 * n, 4 + 2 * n + 2 * count, 2)]
+            of_input = [(made, back, out, out_of_input)]
+        pairs = [(figures[k], figures[k + 1]) for k in range(4 + 7 * n, 4 + 7 * n + 2 * count, 2)]
         kept_as, beside_h = self._copy[own], self._copy[self._beside[h]]
-        of_input += [(kept_as, beside_h, numel) for numel in ([operands] if reads_again else [k for _, k in pairs])]
+        of_input += [(kept_as, beside_h, numel, np.tile(numel, (n, 1)))
+                     for numel in ([operands] if reads_again else [k for _, k in pairs])]  # fmt: skip
         if has_weight:
             read = np.where(there, kept, self._copy[own])
-            of_weight = [(made, self._result[g], out), (read, beside, figures[-5])]
+            of_weight = [(made, self._result[g], out, out_of_weight), (read, beside, figures[-5], read_of_weight)]
         seconds, held, before = np.zeros((len(scopes), entries.count)), [], []
         for size, casts in ((figures[4 : 4 + n][h].T, of_input), (figures[4 + n : 4 + 2 * n][g].T, of_weight)):
             most, copies = np.zeros_like(seconds), np.zeros_like(seconds)
-            for source, target, numel in casts:
+            for source, target, numel, at_once in casts:
                 on, brief = source != target, np.isin(target, emulated)
                 seconds += np.where(on, self._cast(source, target, numel), 0.0)
-                size = size + numel[:, None] * width[target] * (on & ~brief)
-                most = np.maximum(most, (copies + numel[:, None] * (4.0 + width[target])) * (on & brief))
-                copies = copies + 4.0 * numel[:, None]
+                size = size + at_once[target].T * width[target] * (on & ~brief)
+                most = np.maximum(most, (copies + at_once[0][:, None] * (4.0 + width[target])) * (on & brief))
+                copies = copies + 4.0 * at_once[0][:, None]
             held.append(size)
             before.append(most)
         if has_input:  # the result is cast when all else is gone
             seconds += np.where(made != back, self._cast(back, made, x), 0.0)
             alone = np.maximum(held[0] + x[:, None] * (width[back] - width[made]), x[:, None] * width[back])
+            alone = np.where(in_pieces[back].T > 0.0, held[0] - spared[back].T, alone)
             held[0] = np.where(made != back, alone, held[0])
-        held[0] = np.maximum(held[0], before[0] - x[:, None] * width[made])
+        not_yet = x[:, None] * width[made] * (in_pieces.max(axis=0) == 0.0)[:, None]
+        held[0] = np.maximum(held[0], before[0] - not_yet)
         held[1] = np.maximum(held[1], before[1])
         plain = (own == 0) & (h == 0) & (g == 0) & ~there
         there, made_of = (amount[:, None] * width[kept] * again for amount in figures[-8:-6])

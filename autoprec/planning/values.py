@@ -170,6 +170,10 @@ class Gemm:
         variance: whose relative gradient variance arrives (index, see `GradientNode`).
         has_grad_input, has_grad_weight: which gradients are computed.
         weight_bytes: of the gradients of its weight and bias, in FP32, where they are gone after it (see `Standing`).
+        input_pieces, weight_pieces: of a convolution that goes a few images at a time, by format, the share of the
+            images of which the product for the input's gradient, or the weight's, has copies in it at a time. All, in
+            formats that are not among them.
+        spared: by format of `grad_input`, bytes of its workspace that are not there where it goes so.
         emulated: of a plain product, formats in which the device multiplies FP32 copies of its operands.
         summed: (forward moment, bytes): where torch's own product sends the first gradient of a weight with several
             readers, the next of them makes a new tensor of both. None where it adds in place.
@@ -202,11 +206,22 @@ class Gemm:
     seen_numel: int | None = None
     plain_extra: tuple[int, int] = (0, 0)
     summed: tuple[int, int] | None = None
+    input_pieces: tuple[tuple[str, float], ...] = ()
+    weight_pieces: tuple[tuple[str, float], ...] = ()
+    spared: tuple[tuple[str, int], ...] = ()
 
     @property
     def read_numel(self) -> int:
         """Elements of the input that the weight's gradient is made of."""
         return self.x_numel if self.seen_numel is None else self.seen_numel
+
+    def of_input(self, numel: int, format_name: str) -> int:
+        """Of so many elements, those of which there are copies in a format at a time for the input's gradient."""
+        return round(numel * dict(self.input_pieces).get(format_name, 1.0))
+
+    def of_weight(self, numel: int, format_name: str) -> int:
+        """The same for the weight's."""
+        return round(numel * dict(self.weight_pieces).get(format_name, 1.0))
 
 
 @dataclass(frozen=True, kw_only=True)

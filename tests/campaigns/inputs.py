@@ -273,11 +273,9 @@ def check_target(chance: Random, folder: Path, tally: Tally) -> None:
     if not file.exists():
         file.write_text(TARGETS)
     names = ["target", "pair", "no_model", "no_batches", "no_loss", "needs", "fails", "value", "nn", "__name__", ""]
-    name = chance.choice(names)
+    name = chance.choice([*names, *[GOOD] * len(names)])  # or of a hundred none would be good
     name = typo(name, chance) if name and chance.random() < 0.4 else name
-    place = chance.choice(
-        [str(file), str(file), typo(file.name, chance), str(folder), "", "no.such.module", "..", "a b"]
-    )
+    place = chance.choice([*[str(file)] * 6, typo(file.name, chance), str(folder), "", "no.such.module", "..", "a b"])
     text = chance.choice(["{p}:{n}", "{p}:{n}", "{p}:{n}", "{p}", "{n}", "{p}::{n}", ":{n}", "{p}:{n}:"])
     text = text.format(p=place, n=name)
     before = list(sys.path)

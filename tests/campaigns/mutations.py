@@ -104,6 +104,7 @@ DEVICE = {
             "workspace_bytes": 32,
             "backward_workspace_bytes": 16,
             "mixed_workspace_bytes": 24,
+            "piece_frac": 0.25,
         }
         for role in schemas.ROLES
         for fmt in ("fp32", "bf16")

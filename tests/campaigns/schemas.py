@@ -32,6 +32,7 @@ SOME_TEXT = {"type": "string", "minLength": 1}
 MAYBE_TEXT = {"type": ["string", "null"]}
 COUNT = {"type": "integer", "minimum": 0}
 AMOUNT = {"type": "number", "minimum": 0, "exclusiveMaximum": math.inf}
+FRACTION = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
 TEXTS = {"type": "array", "items": TEXT}
 
 
@@ -214,6 +215,7 @@ DEVICE = mapping(
             workspace_bytes=maybe(COUNT),
             backward_workspace_bytes=maybe(COUNT),
             mixed_workspace_bytes=maybe(COUNT),
+            piece_frac=maybe(FRACTION),
             forward_seconds=maybe(AMOUNT),
         )
     ),
@@ -230,7 +232,6 @@ DEVICE = mapping(
 )
 
 AT_LEAST_ONE = {"type": "number", "minimum": 1, "exclusiveMaximum": math.inf}
-FRACTION = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
 
 
 def sourced(value: dict[str, Any]) -> dict[str, Any]:

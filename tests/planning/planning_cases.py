@@ -14,7 +14,7 @@ from autoprec.graphs import OpClass, OpGraph, TensorKind
 from autoprec.planning.brute_force import choices_count
 from autoprec.planning.planner import make_plan
 from autoprec.planning.problem import build_problem
-from autoprec.planning.values import Problem
+from autoprec.planning.values import Gemm, Problem
 from autoprec.plans import Plan
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
@@ -32,14 +32,26 @@ class Case:
     policy: Policy
     banned: frozenset[tuple[str, str]] = frozenset()
     strided: bool = False  # products with a weight make its gradient of a third of what they read
+    pieces: int = 0  # number of what chance says of the pieces of products with a weight; 0: they have none
 
     def problem(self, budget_bytes: int | None = None) -> Problem:
         made = build_problem(self.graph, self.profile, self.device, self.policy, budget_bytes=budget_bytes,
                              banned=self.banned)  # fmt: skip
-        if not self.strided:
-            return made
-        gemms = (dataclasses.replace(g, seen_numel=g.x_numel // 3) for g in made.gemms)
-        return dataclasses.replace(made, gemms=tuple(gemms))
+        gemms = made.gemms
+        if self.strided:
+            gemms = tuple(dataclasses.replace(g, seen_numel=g.x_numel // 3) for g in gemms)
+        if self.pieces:
+            rng = np.random.default_rng([self.pieces, 39])
+            gemms = tuple(in_pieces(g, rng) if g.grad_weight != g.grad_input else g for g in gemms)
+        return dataclasses.replace(made, gemms=gemms)
+
+
+def in_pieces(gemm: Gemm, rng: np.random.Generator) -> Gemm:
+    """A product that goes a few rows at a time, as convolutions do, in most formats."""
+    formats = [f for f in ("fp32", "bf16", "fp16") if rng.random() < 0.8]
+    of_input, of_weight = (tuple((f, float(rng.choice([0.5, 0.3, 0.1]))) for f in formats) for _ in range(2))
+    spared = tuple((f, int(rng.integers(-40, 100))) for f in formats)
+    return dataclasses.replace(gemm, input_pieces=of_input, weight_pieces=of_weight, spared=spared)
 
 
 def random_graph(rng: np.random.Generator) -> tuple[Maker, OpGraph]:
@@ -180,7 +192,9 @@ def random_case(seed: int, *, most: int = 256) -> Case:
     if (parts := np.random.default_rng([seed, 34])).random() < 0.3:
         firsts = tuple(op.id for op in graph.ops if parts.random() < 0.3)
         graph = dataclasses.replace(graph, compiled=True, first_ops=firsts, loss_bytes=int(parts.integers(200)))
-    case = Case(graph, make.profile(graph), make.device(graph), policy, strided=bool(last.random() < 0.3))
+    strided, piecing = bool(last.random() < 0.3), np.random.default_rng([seed, 39])
+    pieces = seed + 1 if piecing.random() < 0.3 else 0
+    case = Case(graph, make.profile(graph), make.device(graph), policy, strided=strided, pieces=pieces)
     banned: set[tuple[str, str]] = set()
     while choices_count(problem := case.problem()) > most:
         units = [u for u in problem.units if len(u.options) > 1 and not u.is_parameter]

@@ -267,7 +267,7 @@ def forget_workspace(monkeypatch):
 
 
 def forget_what_is_there_before_an_emulated_product(monkeypatch):
-    monkeypatch.setattr(backward_rows, "_before", lambda gemm, operands: [])
+    monkeypatch.setattr(backward_rows, "_before", lambda gemm, operands, there: [])
 
 
 def forget_the_first_gradient_of_a_product_of_activations(monkeypatch):
@@ -276,8 +276,20 @@ def forget_the_first_gradient_of_a_product_of_activations(monkeypatch):
 
 
 def let_casts_last_through_emulated_products(monkeypatch):
-    lasting = lambda _, operands: [cast.held for _, casts in operands for cast in casts]  # noqa: E731
-    monkeypatch.setattr(backward_rows, "_lasting", lasting)
+    lasting = backward_rows._lasting
+    emulates_nothing = lambda gemm: dataclasses.replace(gemm, emulated=())  # noqa: E731
+    monkeypatch.setattr(backward_rows, "_lasting", lambda gemm, *told: lasting(emulates_nothing(gemm), *told))
+
+
+def copy_whole_what_goes_in_pieces(monkeypatch):
+    lasting = backward_rows._lasting
+    monkeypatch.setattr(backward_rows, "_lasting", lambda gemm, operands, _: lasting(gemm, operands, lambda n, f: n))
+
+
+def cast_results_whole_that_come_in_pieces(monkeypatch):
+    build = backward_rows.backward_of
+    whole = lambda program, gemm: build(program, dataclasses.replace(gemm, input_pieces=()))  # noqa: E731
+    monkeypatch.setattr("autoprec.planning.milp.backward_of", whole)
 
 
 #: Seeds before which nobody need look: the first that shows such a bug comes somewhat later.
@@ -295,6 +307,8 @@ SHOWN_FROM = {
     [
         forget_what_is_there_before_an_emulated_product,
         let_casts_last_through_emulated_products,
+        copy_whole_what_goes_in_pieces,
+        cast_results_whole_that_come_in_pieces,
         forget_the_first_gradient_of_a_product_of_activations,
         forget_gradients,
         forget_the_last_moment_of_a_lifetime,
