@@ -128,6 +128,45 @@ def test_what_kernels_take_is_that_of_a_few_images(monkeypatch: pytest.MonkeyPat
         assert few - result <= (all_ - result) / 2
 
 
+#: Bytes of scales and sizes, and what alignment takes.
+SMALL = 4096
+
+
+def gradient_peak(x: Tensor, w: Tensor, spec: GemmSpec, how: Any, *wanted: str) -> int:
+    """Of these, and no others are made."""
+    x, w = (t.detach().requires_grad_(name in wanted) for name, t in (("x", x), ("w", w)))
+    y = conv(x, w, None, None, spec, how)
+    grad, leaves = torch.randn_like(y), [t for t in (x, w) if t.requires_grad]
+    return peak_bytes(lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True), x.device)
+
+
+def test_nothing_of_some_images_is_there_beside_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the input's gradient: all of it, and what a piece alone takes."""
+    how = conv_options("conv2d", {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1})
+    x, w = torch.randn(16, 16, 16, 16).bfloat16().requires_grad_(), torch.randn(16, 16, 3, 3, requires_grad=True)
+    spec = GemmSpec(output="bf16", grad_input="fp32", grad_weight="fp32", native=("fp32",))
+    in_pieces(x.numel() // 4, monkeypatch)
+    some = x.detach()[:4].clone()
+    alone = gradient_peak(some, w, spec, how, "x")
+    assert gradient_peak(x, w, spec, how, "x") <= x.nbytes + alone + SMALL
+
+
+def test_the_gradient_that_arrives_is_not_there_beside_two_of_the_result() -> None:
+    how = conv_options("conv2d", {"stride": (2, 2), "padding": (0, 0), "dilation": (1, 1), "groups": 1})
+    x, w = torch.randn(8, 16, 32, 32, requires_grad=True), torch.randn(32, 16, 1, 1, requires_grad=True)
+    spec = GemmSpec(output="fp32", grad_input="bf16", grad_weight="fp32", native=("fp32", "bf16"))
+    assert gradient_peak(x, w, spec, how, "x") <= x.nbytes + x.nbytes // 2 + SMALL
+
+
+def test_a_narrow_gradient_of_the_weight_is_not_there_beside_that_of_the_input() -> None:
+    """It is cast to FP32 before."""
+    how = conv_options("conv2d", {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1})
+    x, w = torch.randn(2, 64, 4, 4, requires_grad=True), torch.randn(256, 64, 3, 3, requires_grad=True)
+    spec = GemmSpec(output="fp32", grad_input="fp32", grad_weight="bf16", native=("fp32", "bf16"))
+    of_weight, of_input = (gradient_peak(x, w, spec, how, name) for name in ("w", "x"))
+    assert gradient_peak(x, w, spec, how, "x", "w") <= max(of_weight, w.nbytes + of_input) + SMALL
+
+
 @pytest.mark.parametrize("native", ["fp32", "bf16"])
 def test_pieces_are_larger_where_the_kernel_computes_in_bf16(native: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not where BF16 is emulated."""
