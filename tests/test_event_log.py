@@ -20,6 +20,7 @@ import autoprec
 from autoprec.reporting.runs import WatchedRun, follow
 from autoprec.serial.appending import append_line
 from autoprec.serial.events import EventsFile
+from tests.states import edited
 
 
 def policy(fmt: str = "bf16", **how: Any) -> autoprec.Policy:
@@ -247,7 +248,7 @@ def test_an_older_state_finds_its_lines_by_their_place(tmp_path: Path) -> None:
     header = json.loads(state["autoprec"])
     del header["run"]["events_run"]
     header["run"]["events_before"] = 1
-    older = {**state, "autoprec": json.dumps(header)}
+    older = edited(state, header)
     unnamed = [json.dumps({k: v for k, v in e.items() if k != "run"}) for e in lines_of(path)]
     path.write_text("\n".join(['{"of": "another run"}', *unnamed]) + "\n")
     Run(path, "fp16").train(0, 4)

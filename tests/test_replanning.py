@@ -17,6 +17,7 @@ from autoprec.formats import format_named
 from autoprec.losses import Losses
 from autoprec.schedules import Schedule
 from tests.cpus import missed_without_bf16
+from tests.states import edited
 
 
 def layers() -> nn.Module:
@@ -193,7 +194,7 @@ def test_a_run_that_goes_on_with_fewer_steps_planned_catches_up_and_with_more_ke
         header = json.loads(state["autoprec"])
         if older:
             del header["run"]["scheduled"]
-        return {**state, "autoprec": json.dumps(header)}
+        return edited(state, header)
 
     entry = {"after": 0.5, "raise": "2", "to": "fp32"}
     state = saved(24)

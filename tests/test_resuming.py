@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import json
+import random
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,7 @@ from autoprec.errors import StateError
 from autoprec.serial import load_policy, read_state, state_parts, write_state
 from autoprec.tracing.sites import SiteRegister
 from tests.campaigns import kills
+from tests.states import edited
 
 STEPS = 60
 
@@ -199,7 +202,7 @@ def test_an_older_state_knows_no_call_sites() -> None:
     found = BranchingRun().train(0, 13).saved()
     header = json.loads(found["session"]["autoprec"])
     assert header["run"].pop("sites")
-    found["session"]["autoprec"] = json.dumps(header)
+    found["session"] = edited(found["session"], header)
     run = BranchingRun()
     run.load(found)
     run.train(13, 15)
@@ -223,9 +226,9 @@ def test_a_file_holds_every_bit(tmp_path: Path) -> None:
     found = read_state(tmp_path / "state.safetensors")
     write_state(tmp_path / "again.safetensors", found)
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "state.safetensors").read_bytes()
-    header, arrays = state_parts(found)
+    texts, arrays = state_parts(found)
     given = run.session.state_dict()
-    assert header == given["autoprec"] and set(given) == {"autoprec", *arrays}
+    assert given == texts | {name: given[name] for name in arrays}
     assert all(torch.equal(torch.from_numpy(a), given[name]) for name, a in arrays.items())
     assert found.run.plan == run.session.plan and found.run.floors.banned
 
@@ -325,7 +328,7 @@ def test_the_state_of_a_model_with_other_modules_is_refused(state: dict[str, Any
     header["run"]["parts"] = ["first", "nowhere"]
     run = Run()
     with pytest.raises(StateError, match="another model: it has the module nowhere"):
-        run.session.load_state_dict({**state, "autoprec": json.dumps(header)})
+        run.session.load_state_dict(edited(state, header))
     assert run.session.plan is None and run.session.steps == 0
     run.session.load_state_dict(state)
 
@@ -393,6 +396,38 @@ def test_damaged_files_are_refused_and_change_nothing(tmp_path: Path, state: dic
         Run().session.load(tmp_path / "nowhere.safetensors")
     with pytest.raises(StateError, match="create it first"):
         run.session.save(tmp_path / "no" / "where.safetensors")
+
+
+def test_no_bit_of_a_file_may_be_another(tmp_path: Path, state: dict[str, Any]) -> None:
+    """Most are of numbers, each of which would be as good: a run would go on, and otherwise."""
+    run, path, chance = Run(), tmp_path / "state.safetensors", random.Random(0)
+    run.session.load_state_dict(state)
+    run.session.save(path)
+    good, data, refused = shutil.copy(path, tmp_path / "good.safetensors"), path.read_bytes(), 0
+    for _ in range(200):
+        place = chance.randrange(len(data))
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1 << chance.randrange(8)]) + data[place + 1 :])
+        try:
+            found = read_state(path)
+        except StateError as error:
+            assert str(path) in str(error)
+            refused += 1
+        else:  # in the name of the digest
+            assert state_parts(found)[0] == state_parts(read_state(good))[0]  # which has the digest of all
+    assert refused >= 198
+
+
+def test_a_state_dict_that_somebody_wrote_to_is_refused(state: dict[str, Any]) -> None:
+    name = next(n for n, x in state.items() if isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel())
+    other = state[name].clone()
+    other.view(-1)[0] += 1.0
+    run = Run()
+    with pytest.raises(StateError, match="not what was written"):
+        run.session.load_state_dict(state | {name: other})
+    with pytest.raises(StateError, match="not what was written"):
+        run.session.load_state_dict(state | {"autoprec": state["autoprec"].replace('"steps": 12', '"steps": 13')})
+    run.session.load_state_dict({n: x for n, x in state.items() if n != "sha256"})  # of an older version
+    assert run.session.steps == 12
 
 
 def test_killed_runs_go_on() -> None:

@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 import autoprec
 from autoprec.execution import compiling, inductor, takeover
 from autoprec.execution.beside import can_copy
+from tests.states import edited
 from tests.test_lowering import plan_of
 from tests.test_replanning import Training, layers, policy
 
@@ -198,7 +199,7 @@ def test_a_state_of_a_step_that_was_due_runs_compiled_at_once() -> None:
     header = json.loads(state["autoprec"])
     header["run"]["takeover_step"] = 6
     rest = Training(run.session.policy, made(), backend="inductor")
-    rest.session.load_state_dict(state | {"autoprec": json.dumps(header)})
+    rest.session.load_state_dict(edited(state, header))
     assert rest.session._takeover.due_step is None
     rest.step()
     assert all(isinstance(slot.runner, inductor.Inductor) for slot in rest.session._slots.values())

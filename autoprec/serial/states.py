@@ -1,9 +1,15 @@
-"""States of runs: one .safetensors file each, JSON in its metadata and the floats of profiles in arrays."""
+"""States of runs: one .safetensors file each, JSON in its metadata and the floats of profiles in arrays.
+
+Beside the JSON there is a digest of all of it: a number that is another one by a bit would be a run that goes on, and
+goes on otherwise, which no check of single values can see.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +29,9 @@ __all__ = ["read_state", "state_from_parts", "state_parts", "write_state"]
 VERSION = 1
 STATE_LIMIT = 4 << 30
 
+#: Where the texts of a state are: its header, and its digest, which a state of an older version has not.
+_HEADER, _DIGEST = "autoprec", "sha256"
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Learned:
@@ -38,8 +47,8 @@ class _Header:
     learned: tuple[_Learned, ...] = ()
 
 
-def state_parts(state: RunState) -> tuple[str, Arrays]:
-    """The header, as JSON, and the arrays by their names."""
+def state_parts(state: RunState) -> tuple[dict[str, str], Arrays]:
+    """Texts and arrays by their names: the header, as JSON, is "autoprec", and "sha256" the digest."""
     arrays: Arrays = {}
 
     def packed(prefix: str, profile: object) -> Contents | None:
@@ -54,18 +63,28 @@ def state_parts(state: RunState) -> tuple[str, Arrays]:
         contents = packed(f"learned{k}", profile)
         assert contents is not None
         learned.append(_Learned(number=number, contents=contents))
-    header = _Header(
+    told = _Header(
         run=state.run,
         calibration=packed("calibration", state.calibration),
         window=packed("window", state.window),
         learned=tuple(learned),
     )
-    plain = {"autoprec": "state", "version": VERSION, **encode(header)}
-    return json.dumps(finite(plain), allow_nan=False), arrays
+    plain = {"autoprec": "state", "version": VERSION, **encode(told)}
+    header = json.dumps(finite(plain), allow_nan=False)
+    return {_HEADER: header, _DIGEST: _digest(header, arrays)}, arrays
 
 
-def state_from_parts(header: str, arrays: Arrays, source: Source) -> RunState:
+def _digest(header: str, arrays: Arrays) -> str:
+    found = hashlib.sha256(header.encode())
+    for name in sorted(arrays):
+        found.update(f"{name} {arrays[name].dtype.str} {arrays[name].shape}".encode())
+        found.update(np.ascontiguousarray(arrays[name]).tobytes())
+    return found.hexdigest()
+
+
+def state_from_parts(texts: Mapping[str, str], arrays: Arrays, source: Source) -> RunState:
     """What `state_parts` was given; the source's error where anything is not as it should be."""
+    header = texts[_HEADER]
     inside = Source(f"{source.path} (header)", source.error)
     root = parse_json(header, inside)
     take_envelope(root, "state", VERSION, inside)
@@ -88,6 +107,8 @@ def state_from_parts(header: str, arrays: Arrays, source: Source) -> RunState:
         learned = tuple((one.number, unpacked(f"learned{k}", one.contents, "")) for k, one in enumerate(found.learned))
         if strange := sorted(set(arrays) - known):
             raise source.refused(f"is damaged: it holds {strange[0]}, of which its header says nothing")
+        if texts.get(_DIGEST, digest := _digest(header, arrays)) != digest:
+            raise source.refused(f"is damaged: it is not what was written ({_DIGEST}); load the one before it")
         return RunState(run=found.run, learned=learned, **profiles)  # type: ignore[arg-type]
     except InputError as error:
         if isinstance(error, StateError) and source.path in str(error):
@@ -97,8 +118,8 @@ def state_from_parts(header: str, arrays: Arrays, source: Source) -> RunState:
 
 def write_state(path: PathLike, state: RunState) -> None:
     """Write a state, wholly or not at all."""
-    header, arrays = state_parts(state)
-    write_atomic(path, save(arrays or {"empty": np.zeros(0)}, metadata={"autoprec": header}), StateError)
+    texts, arrays = state_parts(state)
+    write_atomic(path, save(arrays or {"empty": np.zeros(0)}, metadata=texts), StateError)
 
 
 def read_state(path: PathLike) -> RunState:
@@ -110,7 +131,7 @@ def read_state(path: PathLike) -> RunState:
         metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
     except (SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise source.refused(f"is not the state of a run, or is damaged ({error})") from error
-    if "autoprec" not in metadata:
+    if _HEADER not in metadata:
         raise source.refused("is a safetensors file, but not the state of a run; name a file that session.save wrote")
     arrays.pop("empty", None)
-    return state_from_parts(metadata["autoprec"], arrays, source)
+    return state_from_parts(metadata, arrays, source)
