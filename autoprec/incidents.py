@@ -43,6 +43,8 @@ def _investigate(session: Session) -> None:
         incident = replace(incident, evidence=f"{incident.evidence}; {lost}")
     if incident.trigger == "corruption" and session._log.has("bad_step", op=incident.op, trigger="corruption"):
         incident = replace(incident, trigger="overflow")  # bits do not flip twice in one place
+    if not incident.op:  # it may have come by an output that nobody differentiated before
+        session._observed.doubted = True
     session._incident = incident.evidence
     told = {"op": incident.op, "role": incident.role, "was": incident.cause, "trigger": incident.trigger}
     session._event("bad_step", **told, evidence="; ".join([incident.evidence, *incident.neighbours]))

@@ -41,6 +41,7 @@ class Observations:
         window: of the window in progress; None before its first observed step.
         learned: (number of the window, value ranges) that count when planning, beside the profile.
         foreseen: whether the structure of a graph was foreseen, because calibration runs under a provisional plan.
+        doubted: whether outputs may be differentiated by now that were not while calibrating.
     """
 
     def __init__(self, describe: Callable[[StructureRecorder], OpGraph]) -> None:
@@ -58,6 +59,7 @@ class Observations:
         #: Calls of the step with a result that is not finite, and how many steps in a row were forgotten for one.
         self._nonfinite: list[CallRecord] = []
         self._given_up = 0
+        self.doubted = False
 
     @property
     def observer(self) -> StepObserver | None:
@@ -112,7 +114,7 @@ class Observations:
 
     def how_to_note(self, binding: Binding) -> dict[str, Any]:
         """Which outputs of a graph were not differentiated, and whether this step tells (see `keep_gradients`)."""
-        if self._structure is not None or self.graph is None:
+        if self._structure is not None or self.graph is None or self.doubted:
             return {"apart": True}
         known = self.graph.tensor_by_id
         return {"unused": {i for i, t in binding.outputs if t in known and known[t].is_unused}}
@@ -234,13 +236,13 @@ def describe_graph(
     parameters: Mapping[str, nn.Parameter],
     slots: Iterable[Slot],
     lowering: Lowering,
-    calls: Iterable[CallRecord],
+    calls: Iterable[tuple[Binding, set[int]]],
 ) -> OpGraph:
     """The `OpGraph` of a recorded step, whose `calls` tell which outputs were differentiated; the optimizer's bytes are
     not known yet."""
     sizes = {f: p.numel() * p.element_size() for f, p in parameters.items()}
     bindings = [slot.binding for slot in slots]
-    seen = [(c.binding, set(c.output_gradients)) for c in calls if c.output_gradients]
+    seen = [(binding, entered) for binding, entered in calls if entered]
     known = {id(binding) for binding, _ in seen}
     outputs: dict[str, bool] = {}
     told: list[tuple[Binding, set[int] | None]] = [*seen, *((b, None) for b in bindings if id(b) not in known)]

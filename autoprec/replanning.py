@@ -90,7 +90,7 @@ class Replanning:
         budget; the plan that runs then goes on.
         """
         self.settle()
-        if self._guard.in_step:
+        if not self.is_between_steps():
             raise InputError("a step is in progress: replan() between optimizer.step() and the next forward pass")
         if self.plan is None or self.profile is None or self.device is None:
             raise InputError(

@@ -98,7 +98,7 @@ def _take(session: Session) -> RunState:
 def _give(session: Session, state: RunState) -> None:
     """Go on from a state. `StateError`, with the session as it was, if it is of another run, or this one has begun."""
     run = state.run
-    if session.steps or session.skipped_steps or session._guard.in_step or session.graph is not None:
+    if session.steps or session.skipped_steps or not session.is_between_steps() or session.graph is not None:
         raise StateError("this session has begun already: load the state before its first step")
     mine = _identity(session)
     check_same(run, **{**mine, "parameters": dict(mine["parameters"])})
@@ -158,17 +158,17 @@ def _identity(session: Session) -> dict[str, Any]:
 
 def _as_dict(state: RunState) -> dict[str, Any]:
     """For torch.save: text and tensors, which `weights_only` loads."""
-    texts, arrays = state_parts(state)
-    return texts | {name: torch.from_numpy(a.copy()) for name, a in arrays.items()}
+    header, arrays = state_parts(state)
+    return {"autoprec": header, **{name: torch.from_numpy(a.copy()) for name, a in arrays.items()}}
 
 
 def _from_dict(given: Mapping[str, Any]) -> RunState:
     """What `as_dict` was given; `StateError` for anything else."""
     source = Source("the state", StateError)
-    texts = {name: x for name, x in given.items() if isinstance(x, str)} if isinstance(given, Mapping) else {}
-    if "autoprec" not in texts:
+    header = given.get("autoprec") if isinstance(given, Mapping) else None
+    if not isinstance(header, str):
         raise StateError("the state is not one that session.state_dict() gave: it has no text under 'autoprec'")
-    rest = {name: x for name, x in given.items() if name not in texts}
+    rest = {name: x for name, x in given.items() if name != "autoprec"}
     if wrong := [name for name, x in rest.items() if not isinstance(x, torch.Tensor)]:
         raise StateError(f"the state is not one that session.state_dict() gave: {wrong[0]!r} is no tensor")
-    return state_from_parts(texts, {name: x.detach().cpu().numpy() for name, x in rest.items()}, source)
+    return state_from_parts(header, {name: x.detach().cpu().numpy() for name, x in rest.items()}, source)

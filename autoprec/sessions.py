@@ -7,7 +7,6 @@ executables happens at a step boundary. The session is the only thing that write
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
@@ -54,7 +53,7 @@ from autoprec.tracing.templates import Template
 
 __all__ = ["Session", "session_of"]
 
-#: Calls of a step that are kept for replay; of more micro-batches than that, the last ones.
+#: Calls of a step up to which more are kept for replay after a bad one.
 _MOST_CALLS = 64
 
 
@@ -115,7 +114,9 @@ class Session(Settling, Replanning, Resumable):
         self._slots: dict[tuple[Template, tuple[int, ...]], Slot] = {}
         self.unowned: set[Template] = set()
         self._observed = Observations(
-            lambda s: describe_graph(s, self.model, self._parameters, self._slots.values(), self.lowering, self._calls)
+            lambda s: describe_graph(
+                s, self.model, self._parameters, self._slots.values(), self.lowering, self._differentiated()
+            )
         )
         compiles = backend != "eager"
         self._scheduler = Scheduler(self.policy, device, self._device_type, self._observed, given=plan, fuses=compiles)
@@ -128,7 +129,8 @@ class Session(Settling, Replanning, Resumable):
         self._losses = LossWatch(self.policy.guard)
         self._takeover = Takeover(self.lowering, self.policy.monitor.takeover_steps)
         self._parts = Parts(self)
-        self._calls: deque[CallRecord] = deque(maxlen=_MOST_CALLS)
+        self._calls: list[CallRecord] = []
+        self._let_go: list[tuple[Binding, set[int]]] = []  # of good micro-batches: the outputs that were differentiated
         self._ran: set[Slot] = set()
         self._incident = ""
         self.faults: list[Fault] = []
@@ -209,7 +211,7 @@ class Session(Settling, Replanning, Resumable):
         """The model, or a part of it that is captured on its own, is called (called by the dispatcher)."""
         self.settle()
         self._entered = True
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or self.model.training:
             self._guard.before_call()
 
     def run(self, template: Template, arguments: Sequence[Any]) -> Any:
@@ -264,23 +266,38 @@ class Session(Settling, Replanning, Resumable):
             slot.faults = self._faults_in(slot.binding)
         self._ran.add(slot)
         self._guard.covered.add(slot.binding.covers)
-        # Micro-batches that are known to be good nobody will replay. While the host asks a device how the one before
-        # went, that has this forward pass to do.
-        returned = bool(self._calls) and all(c.returned >= 0 for c in self._calls)
+        # Micro-batches that are known to be good nobody will replay, and what the loop has given up has no gradients.
+        # While the host asks a device how the one before went, that has this forward pass to do.
+        self._calls = [c for c in self._calls if not c.is_given_up]
+        returned = bool(self._calls) and all(c.is_over for c in self._calls)
         on_cpu = next(iter(self._parameters.values())).is_cpu
         if returned and on_cpu and self._guard.watch.verdict():
-            self._calls.clear()
+            self._let_go_of(self._calls)
         record = record_call(slot.binding, arguments)
-        self._calls.append(record)
+        if len(self._calls) < _MOST_CALLS or not self._guard.watch.bad:
+            self._calls.append(record)
         if self.calibrating and (told := self._provisional.weigh(slot, arguments, self._guard.optimizer_bytes)):
             self._log.add_once(self.steps, "warning", trigger="memory", evidence=told)
         outputs, how = self._observed.run(slot, arguments), self._observed.how_to_note(slot.binding)
         self._losses.look(record, outputs)
         self._observed.look(record, outputs)
         if returned and not on_cpu and self._guard.watch.verdict():
-            self._calls = deque([record], maxlen=_MOST_CALLS)
+            self._let_go_of([c for c in self._calls if c is not record])
         keep_gradients(record, outputs, self._guard.covered, **how)
         return outputs
+
+    def is_between_steps(self) -> bool:
+        """Or the step in progress has nothing that waits for a backward pass, and is given up."""
+        waits = not all(call.is_given_up for call in self._calls)
+        return not self._guard.in_step or (not waits and self._guard.give_up())
+
+    def _let_go_of(self, calls: Sequence[CallRecord]) -> None:
+        self._let_go += ((call.binding, call.entered) for call in calls)
+        self._calls = [call for call in self._calls if call not in calls]
+
+    def _differentiated(self) -> list[tuple[Binding, set[int]]]:
+        """Of the calls of the step, the outputs that a gradient came to."""
+        return [*self._let_go, *((call.binding, call.entered) for call in self._calls)]
 
     def _faults_in(self, binding: Binding) -> dict[fx.Node, Change]:
         attempt = self.steps + self.skipped_steps
@@ -294,6 +311,7 @@ class Session(Settling, Replanning, Resumable):
         observed?"""
         self.forget_left()
         self._calls.clear()
+        self._let_go.clear()
         self._ran.clear()
         self._incident = ""
         self._frozen.thaw_trainable()  # Dynamo need not notice, and what nobody captures anew is not bound anew

@@ -11,4 +11,4 @@ __all__ = ["edited"]
 
 def edited(state: Mapping[str, Any], header: Mapping[str, Any]) -> dict[str, Any]:
     """With this header, and without a digest, as a version that had none would have written it."""
-    return {name: x for name, x in state.items() if name != "sha256"} | {"autoprec": json.dumps(header)}
+    return {**state, "autoprec": json.dumps({name: x for name, x in header.items() if name != "sha256"})}

@@ -74,8 +74,10 @@ class BufferSnapshot:
             for key, b in own.items():
                 yield f"{prefix}{key}", b
 
-    def take(self) -> None:
-        """Copy what may change in the step that begins."""
+    def take(self, *, again: bool = False) -> None:
+        """Copy what may change in the step that begins. `again`: a call before it, without gradients, belongs to it: of
+        what that made non-finite the copy from before it stays."""
+        spoilt = {n: self._copies[n] for n in self.turned_nonfinite() if n in self._copies} if again else {}
         self._sums.clear()
         self._coming = None
         buffers = self._buffers()
@@ -89,6 +91,7 @@ class BufferSnapshot:
             del self._constant[name]
         wanted = [n for n in buffers if n not in self._constant]
         self._copies = {n: (b := buffers[n], b if b.is_inference() else b.detach().clone()) for n in wanted}
+        self._copies |= {n: pair for n, pair in spoilt.items() if buffers.get(n) is pair[0]}
         self._there = frozenset(buffers)
         self._empty = frozenset(name for name, b in self._places() if b is None)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,9 @@ class GradientWatch:
             after `verdict` elsewhere).
         large: FQNs of those that were finite, and so large that FP32 (of FP64 gradients, FP64) does not hold the sum
             of their squares: second moments of an optimizer would be infinite.
+
+    Gradients that a bad step left, and nobody reset, say nothing of the steps after it: they count for an optimizer
+    that would read them, and for no other.
     """
 
     def __init__(
@@ -58,7 +61,10 @@ class GradientWatch:
         self.bad: set[str] = set()
         self.large: set[str] = set()
         self._fresh: set[str] = set()
-        self._last: tuple[str, int] | None = None  # a gradient that was looked at, and its version then
+        #: By FQN, a gradient that was looked at in this step, and its version then; and whose was the last.
+        self._seen: dict[str, tuple[Tensor, int]] = {}
+        self._last = ""
+        self._left_bad: dict[str, Tensor] = {}
         self._few: set[str] = set()  # parameters of one dimension and few elements
         #: FQNs of what has arrived and was not looked at, and the backward pass in progress. autograd keeps hooks where
         #: the garbage collector cannot see them: they hold these, and not the parameters.
@@ -97,10 +103,8 @@ class GradientWatch:
         looked for only where somebody has written to a gradient since it was looked at."""
         if not self.fresh:
             return False
-        if self._last is not None:
-            name, version = self._last
-            if (g := self._parameters[name].grad) is not None and g._version == version:
-                return False
+        if self._last and self._is_as_seen(self._last, self._parameters[self._last].grad):
+            return False
         grads = (self._parameters[f].grad for f in self.fresh)
         return all(g is None or not bool(numbers_of(g).any()) for g in grads)
 
@@ -168,9 +172,12 @@ class GradientWatch:
         names = self._arrived[::-1]
         self._arrived.clear()
         self._fresh.update(names)
-        last = self._parameters[names[0]].grad
-        self._last = None if last is None else (names[0], last._version)
+        self._last = names[0]
         self._look_at(names)
+
+    def _is_as_seen(self, fqn: str, g: Tensor | None) -> bool:
+        known, version = self._seen.get(fqn, (None, 0))
+        return g is not None and g is known and _version(g) == version
 
     def _look_at(self, names: Iterable[str]) -> None:
         alone, together = list[tuple[str, Tensor]](), list[tuple[str, Tensor]]()
@@ -178,6 +185,7 @@ class GradientWatch:
         for fqn in names:
             if (g := self._parameters[fqn].grad) is None:
                 continue
+            self._seen[fqn] = g, _version(g)
             if g.dtype is _FP32 and g.is_cpu and g.layout is torch.strided:
                 (together if g.ndim == 1 and fqn in self._few else alone).append((fqn, g))
             elif (values := numbers_of(g)).is_cpu:
@@ -195,14 +203,27 @@ class GradientWatch:
             self._coming.append(Coming(names, torch.stack(list(norms)), grads[0].device))
 
     def look_at_rest(self, optimizer: Optimizer) -> None:
-        """At what an optimizer will read and no hook told of: gradients that the loop has put there itself, and those
-        that are left from steps before."""
-        if len(self.fresh) == len(self._hooks):
-            return
-        names = self._name_of
-        steps = {names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names}
-        rest = [f for f in steps - self.fresh if self._parameters[f].grad is not None]
+        """At what an optimizer will read that was not looked at as it is: gradients that the loop has put there itself,
+        or written to since the backward pass, and those that are left from steps before. Those that a bad step left
+        are bad."""
+        self.look()
+        rest = [f for f, p in self._read_by(optimizer) if p.grad is not None and not self._is_as_seen(f, p.grad)]
         self._look_at(rest)
+        if self._left_bad:
+            read = {f: self._left_bad.pop(f) for f, _ in self._read_by(optimizer) if f in self._left_bad}
+            self.bad |= self._still_bad(read).keys()
+
+    def _read_by(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+        names = self._name_of
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if (fqn := names.get(id(p))) is not None:
+                    yield fqn, p
+
+    def _still_bad(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of these gradients, those that are there still, and not finite."""
+        there = {f: g for f, g in grads.items() if self._parameters[f].grad is g}
+        return {f: g for f, g in there.items() if not bool(numbers_of(g).isfinite().all())}
 
     def verdict(self) -> bool:
         """True if every gradient since `clear` was finite. Waits for the device until it has looked at the last of
@@ -212,14 +233,16 @@ class GradientWatch:
             self._norms[name] = norm
             (self.large if self._is_large(name, norm) else self.bad).add(name)
         self._coming = []
-        return not self.bad
+        for fqn in [f for f, g in self._left_bad.items() if self._parameters[f].grad is not g]:
+            del self._left_bad[fqn]
+        return not self.bad.difference(self._left_bad)
 
     def flag(self) -> Tensor | None:
         """1.0 where `verdict` would find something bad or large and 0.0 where not, on the device of the gradients,
         which nobody waits for. None where the host knows something already, or gradients are in several places."""
         self.look()
         devices = {norms.values.device for norms in self._coming}
-        if self.bad or self.large or len(devices) != 1:
+        if self.bad or self.large or self._left_bad or len(devices) != 1:
             return None
         found = [(norms.values <= _LARGEST_NORM[norms.values.dtype]).all() for norms in self._coming]
         good = found[0] if len(found) == 1 else torch.stack(found).all()
@@ -272,10 +295,22 @@ class GradientWatch:
             self._judged.clear()
         return gone
 
+    def over(self) -> None:
+        """The step is."""
+        self._fresh.clear()
+        self._seen.clear()
+
+    def next(self) -> None:
+        """A new step begins. What is left of a bad one goes on being known."""
+        known = {f: g for f, g in self._judged.items() if g is not None and f in self.bad} | self._left_bad
+        self.clear()
+        self._left_bad = self._still_bad(known)
+
     def clear(self) -> None:
-        """A new step begins."""
+        """A step begins anew."""
         self._arrived.clear()
         self._fresh.clear()
+        self._seen.clear()
         self.bad.clear()
         self.large.clear()
         self._coming = []
@@ -305,6 +340,10 @@ class GradientsLeft:
 def _too_large(coming: Iterable[Coming]) -> dict[str, float]:
     """Norms that are not finite, or whose squares are not."""
     return {name: n for c in coming for name, n in c.read() if not n <= _LARGEST_NORM[c.values.dtype]}
+
+
+def _version(g: Tensor) -> int:
+    return -1 if g.is_inference() else g._version
 
 
 _FP32 = torch.float32

@@ -7,6 +7,7 @@ outputs.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,7 +40,8 @@ _ROUNDING = 1e-6
 @dataclass(eq=False)
 class CallRecord:
     """One training call of a graph. `started` and `returned` order the forward and backward passes of a step; `entered`
-    are the outputs that a gradient came to."""
+    are the outputs that a gradient came to; `retained` tells whether more may come, and `waiting` is there while some
+    may."""
 
     binding: Binding
     arguments: Sequence[Any]
@@ -49,6 +51,22 @@ class CallRecord:
     entered: set[int] = field(default_factory=set)
     started: int = field(default_factory=lambda: next(_ticks))
     returned: int = -1
+    retained: bool = False
+    waiting: weakref.ref[_Waiting] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its backward pass is."""
+        return self.returned >= 0 and not self.retained
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether there will be no backward pass: nobody has its outputs."""
+        return self.returned < 0 and self.waiting is not None and self.waiting() is None
+
+
+class _Waiting:
+    """Held by what waits for the gradients of a call, and by nothing else."""
 
 
 def keep_gradients(
@@ -66,7 +84,11 @@ def keep_gradients(
     graph sends itself and of what comes from outside: `apart`, which walks the graph of autograd, notes the latter.
     """
 
-    def keep(index: int, sent: list[Tensor], g: Tensor) -> None:
+    waiting = _Waiting()
+    record.waiting = weakref.ref(waiting)
+
+    def keep(index: int, sent: list[Tensor], waiting: _Waiting, g: Tensor) -> None:
+        record.retained = torch._C._autograd._get_current_graph_task_keep_graph()
         if record.returned < 0:
             record.returned = next(_ticks)
             mark_gradient()
@@ -83,7 +105,7 @@ def keep_gradients(
             sent: list[Tensor] = []
             for node, k in _senders(y, given) if apart else ():
                 node.register_hook(partial(_note, sent, k))
-            y.register_hook(partial(keep, i, sent))
+            y.register_hook(partial(keep, i, sent, waiting))
     mark_outputs()
 
 

@@ -114,17 +114,17 @@ class StepGuard:
             return True
         self.in_step, self.bad, self.another_rank = True, False, False
         self._flag = self._told = None
-        self.watch.clear()
+        self.watch.next()
         if not self._taken:
             self.buffers.take()
         self._taken = False
         return True
 
     def before_call(self) -> None:
-        """The model is called to be trained: whatever changes a buffer comes later, graphs without parameters that
-        train among it."""
+        """The model is called to be trained, or in training mode: whatever changes a buffer comes later, graphs without
+        parameters that train among it."""
         if not self.in_step:
-            self.buffers.take()
+            self.buffers.take(again=self._taken)
             self._taken = True
 
     def missed(self) -> list[str]:
@@ -311,7 +311,7 @@ class StepGuard:
             self._keeper.left_to_device()
         elif self.bad:
             self.buffers.restore()
-        self.watch.fresh.clear()
+        self.watch.over()
         self.covered.clear()
         if flag is None:
             self._keeper.on_end(bad=self.bad)

@@ -1,7 +1,7 @@
 """States of runs: one .safetensors file each, JSON in its metadata and the floats of profiles in arrays.
 
-Beside the JSON there is a digest of all of it: a number that is another one by a bit would be a run that goes on, and
-goes on otherwise, which no check of single values can see.
+In the JSON is a digest of all of it: a number that is another one by a bit would be a run that goes on, and goes on
+otherwise, which no check of single values can see.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,8 +28,8 @@ __all__ = ["read_state", "state_from_parts", "state_parts", "write_state"]
 VERSION = 1
 STATE_LIMIT = 4 << 30
 
-#: Where the texts of a state are: its header, and its digest, which a state of an older version has not.
-_HEADER, _DIGEST = "autoprec", "sha256"
+#: Of the header where the digest is not in it yet, and of all arrays. A state of an older version has none.
+_DIGEST = '"sha256": "{}"'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +46,8 @@ class _Header:
     learned: tuple[_Learned, ...] = ()
 
 
-def state_parts(state: RunState) -> tuple[dict[str, str], Arrays]:
-    """Texts and arrays by their names: the header, as JSON, is "autoprec", and "sha256" the digest."""
+def state_parts(state: RunState) -> tuple[str, Arrays]:
+    """The header, as JSON, and the arrays by their names."""
     arrays: Arrays = {}
 
     def packed(prefix: str, profile: object) -> Contents | None:
@@ -69,9 +68,9 @@ def state_parts(state: RunState) -> tuple[dict[str, str], Arrays]:
         window=packed("window", state.window),
         learned=tuple(learned),
     )
-    plain = {"autoprec": "state", "version": VERSION, **encode(told)}
+    plain = {"autoprec": "state", "version": VERSION, "sha256": "", **encode(told)}
     header = json.dumps(finite(plain), allow_nan=False)
-    return {_HEADER: header, _DIGEST: _digest(header, arrays)}, arrays
+    return header.replace(_DIGEST.format(""), _DIGEST.format(_digest(header, arrays)), 1), arrays
 
 
 def _digest(header: str, arrays: Arrays) -> str:
@@ -82,12 +81,13 @@ def _digest(header: str, arrays: Arrays) -> str:
     return found.hexdigest()
 
 
-def state_from_parts(texts: Mapping[str, str], arrays: Arrays, source: Source) -> RunState:
+def state_from_parts(header: str, arrays: Arrays, source: Source) -> RunState:
     """What `state_parts` was given; the source's error where anything is not as it should be."""
-    header = texts[_HEADER]
     inside = Source(f"{source.path} (header)", source.error)
     root = parse_json(header, inside)
     take_envelope(root, "state", VERSION, inside)
+    assert isinstance(root.value, dict)
+    told = root.value.pop("sha256", None)
     found = decode(root, _Header, inside, infinite="inf")
     known = set[str]()
     graph = "" if found.run.graph is None else found.run.graph.fingerprint
@@ -107,8 +107,10 @@ def state_from_parts(texts: Mapping[str, str], arrays: Arrays, source: Source) -
         learned = tuple((one.number, unpacked(f"learned{k}", one.contents, "")) for k, one in enumerate(found.learned))
         if strange := sorted(set(arrays) - known):
             raise source.refused(f"is damaged: it holds {strange[0]}, of which its header says nothing")
-        if texts.get(_DIGEST, digest := _digest(header, arrays)) != digest:
-            raise source.refused(f"is damaged: it is not what was written ({_DIGEST}); load the one before it")
+        if told is not None:
+            without = header.replace(_DIGEST.format(told.value), _DIGEST.format(""), 1)
+            if told.value != _digest(without, arrays):
+                raise source.refused("is damaged: it is not what was written (sha256); load the one before it")
         return RunState(run=found.run, learned=learned, **profiles)  # type: ignore[arg-type]
     except InputError as error:
         if isinstance(error, StateError) and source.path in str(error):
@@ -118,8 +120,8 @@ def state_from_parts(texts: Mapping[str, str], arrays: Arrays, source: Source) -
 
 def write_state(path: PathLike, state: RunState) -> None:
     """Write a state, wholly or not at all."""
-    texts, arrays = state_parts(state)
-    write_atomic(path, save(arrays or {"empty": np.zeros(0)}, metadata=texts), StateError)
+    header, arrays = state_parts(state)
+    write_atomic(path, save(arrays or {"empty": np.zeros(0)}, metadata={"autoprec": header}), StateError)
 
 
 def read_state(path: PathLike) -> RunState:
@@ -131,7 +133,7 @@ def read_state(path: PathLike) -> RunState:
         metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
     except (SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise source.refused(f"is not the state of a run, or is damaged ({error})") from error
-    if _HEADER not in metadata:
+    if "autoprec" not in metadata:
         raise source.refused("is a safetensors file, but not the state of a run; name a file that session.save wrote")
     arrays.pop("empty", None)
-    return state_from_parts(metadata, arrays, source)
+    return state_from_parts(metadata["autoprec"], arrays, source)

@@ -1,0 +1,301 @@
+"""One bad step costs one step: loops that write to gradients, that step a part of a model, that go back in other ways
+than they did while calibrating."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoprec
+from autoprec.errors import InputError, StateError
+from autoprec.serial import load_policy
+
+
+def compiled(model: nn.Module, policy: str = "observe", **changes: Any) -> tuple[Any, Any]:
+    torch._dynamo.reset()
+    chosen = load_policy(policy).replaced(calibration={"steps": 2}, **changes)
+    autoprec.compile(model, policy=chosen, events=None)
+    return model, autoprec.session(model)
+
+
+def two_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def batch(bad: bool = False) -> Tensor:
+    x = torch.randn(4, 8)
+    return x.index_fill(0, torch.tensor([0]), math.nan) if bad else x
+
+
+def is_finite(model: nn.Module) -> bool:
+    return all(bool(t.isfinite().all()) for t in (*model.parameters(), *model.buffers()))
+
+
+# -- what the loop writes to gradients after the backward pass -------------------------------------------------------
+
+
+def normalises(model: nn.Module, bad: bool) -> None:
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad.div_(p.grad.norm() * (0.0 if bad else 1.0))
+
+
+def adds_noise(model: nn.Module, bad: bool) -> None:
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad.add_(torch.randn_like(p), alpha=math.inf if bad else 0.0)
+
+
+def assigns(model: nn.Module, bad: bool) -> None:
+    for p in model.parameters():
+        p.grad = torch.full_like(p, math.nan if bad else 0.1)
+
+
+def adds_another(model: nn.Module, bad: bool) -> None:
+    parameters = list(model.parameters())
+    others = torch.autograd.grad(model(batch()).sum() * (math.nan if bad else 1.0), parameters)
+    for p, g in zip(parameters, others, strict=True):
+        p.grad = p.grad + g
+
+
+def writes_to_one(model: nn.Module, bad: bool) -> None:
+    *_, last = model.parameters()
+    assert last.grad is not None
+    last.grad[0] = math.nan if bad else 0.0
+
+
+@pytest.mark.parametrize("write", [normalises, adds_noise, assigns, adds_another, writes_to_one])
+def test_gradients_count_as_the_optimizer_reads_them(write: Callable[[nn.Module, bool], None]) -> None:
+    model, session = compiled(two_layers())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(8):
+        optimizer.zero_grad()
+        model(batch()).square().mean().backward()
+        write(model, step == 5)
+        before = copy.deepcopy([*model.parameters(), optimizer.state_dict()["state"]])
+        optimizer.step()
+        after = [*model.parameters(), optimizer.state_dict()["state"]]
+        assert session.step_was_skipped == (step == 5)
+        if step == 5:
+            torch.testing.assert_close(after, before, rtol=0.0, atol=0.0)
+    assert session.skipped_steps == 1 and is_finite(model)
+
+
+# -- gradients that nobody resets ------------------------------------------------------------------------------------
+
+
+def test_bad_gradients_that_no_optimizer_reads_cost_one_step() -> None:
+    """The head is trained, and the body is not frozen."""
+    model, session = compiled(two_layers())
+    optimizer, skipped = torch.optim.AdamW(model[2].parameters()), []
+    for step in range(30):
+        optimizer.zero_grad()
+        model(batch(step == 5)).square().mean().backward()
+        optimizer.step()
+        skipped += [step] if session.step_was_skipped else []
+    assert skipped == [5] and is_finite(model) and not is_finite(nn.ParameterList([p.grad for p in model.parameters()]))
+
+
+def test_bad_gradients_that_another_optimizer_will_read_are_its_own() -> None:
+    """It steps every eighth time, and is not to step by what a bad step left."""
+    model, session = compiled(two_layers())
+    fast, slow = (torch.optim.SGD(model[k].parameters(), lr=0.1) for k in (2, 0))
+    skipped, moved = [], []
+    for step in range(24):
+        fast.zero_grad()
+        model(batch(step == 8)).square().mean().backward()
+        fast.step()
+        skipped += [step] if session.step_was_skipped else []
+        if step % 8 == 7:
+            before = model[0].weight.detach().clone()
+            slow.step()
+            moved.append(not torch.equal(before, model[0].weight))
+            slow.zero_grad()
+    assert skipped == [8] and moved == [True, False, True] and session.skipped_steps == 2 and is_finite(model)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_what_turns_bad_again_after_it_was_reset_counts(to_none: bool) -> None:
+    """Also where it is reset between the forward and the backward pass, and so was there when the step began."""
+    model, session = compiled(two_layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(8):
+        loss = model(batch(step in (4, 5))).square().mean()
+        optimizer.zero_grad(set_to_none=to_none)
+        loss.backward()
+        optimizer.step()
+        assert session.step_was_skipped == (step in (4, 5))
+    assert is_finite(model)
+
+
+# -- a call before the step ------------------------------------------------------------------------------------------
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.relu(self.norm(self.first(x))))
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_a_call_without_gradients_in_training_mode_belongs_to_the_step(without: Callable[[], Any]) -> None:
+    """As where a model labels a batch for itself."""
+    torch.manual_seed(0)
+    model, session = compiled(Normalised())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(7):
+        x = batch(step == 4)
+        with without():
+            labels = model(x).softmax(-1).clone()
+        mean = model.norm.running_mean.clone()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x + 0.1), labels.clone()).backward()
+        optimizer.step()
+        assert session.step_was_skipped == (step == 4) and is_finite(model)
+        assert step == 4 or not torch.equal(model.norm.running_mean, mean)
+
+
+# -- other ways back than while calibrating --------------------------------------------------------------------------
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.one, self.other = nn.Linear(8, 32), nn.Linear(32, 3), nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = F.gelu(self.trunk(x))
+        return self.one(h), self.other(h)
+
+
+def late(model: Any, step: int, factor: float) -> None:
+    one, other = model(batch())
+    (one.square().sum() + (other.square().sum() * factor if step >= 4 else 0.0)).backward()
+
+
+def each_in_turn(model: Any, step: int, factor: float) -> None:
+    (model(batch())[0].square().sum() * factor).backward()
+    model(batch())[1].square().sum().backward()
+
+
+def kept(model: Any, step: int, factor: float) -> None:
+    one, other = model(batch())
+    one.square().sum().backward(retain_graph=True)
+    sum(y.square().sum() for y in model(batch())).backward()
+    (other.square().sum() * factor).backward()
+
+
+@pytest.mark.parametrize(("loop", "skipped"), [(late, 2), (each_in_turn, 1), (kept, 1)])
+def test_an_overflow_is_promoted_whichever_way_its_gradient_came(loop: Callable[..., None], skipped: int) -> None:
+    """By an output that was not differentiated while calibrating it takes one step more: that one shows it."""
+    model, session = compiled(Heads(), "fp16", loss_scaling={"mode": "none"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    for step in range(30):
+        optimizer.zero_grad()
+        loop(model, step, 1e6 if step >= 8 else 1.0)
+        optimizer.step()
+    assert session.skipped_steps == skipped
+    assert [e.op for e in session.events if e.kind == "promoted"] == [":gelu#0"]
+
+
+def test_a_loss_of_a_micro_batch_is_one_whatever_the_next_differentiates() -> None:
+    class Losses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.layer(x)
+            return y[:, 0].square().mean(), y[:, 1].square().mean()
+
+    torch.manual_seed(0)
+    guard = {"loss_spike": "skip"}
+    model, session = compiled(Losses(), guard=guard, monitor={"window_steps": 10, "interval_steps": 5})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for step in range(30):
+        optimizer.zero_grad()
+        (model(batch() * (1e4 if step == 25 else 1.0))[0]).backward()
+        model(batch())[1].backward()
+        optimizer.step()
+        assert session.step_was_skipped == (step == 25)
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.given, self.state = nn.Linear(8, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return F.relu(self.given(x)) + torch.tanh(self.state(h))
+
+
+def test_the_first_of_many_calls_is_named() -> None:
+    """A cell that the loop unrolls over more calls than are kept after a bad step."""
+    rules = [{"match": "*", "kinds": ["linear"], "pin": "fp16", "optional": True}]
+    model, session = compiled(Cell(), "fp16", loss_scaling={"mode": "none"}, rules=rules)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    for step in range(10):
+        optimizer.zero_grad()
+        h, total = torch.zeros(4, 16), torch.zeros(())
+        for k in range(70):
+            h = model(torch.randn(4, 8) * (1e5 if step >= 4 and k == 0 else 1.0), h)
+            total = total + h.clamp(-9, 9).mean()
+        total.backward()
+        optimizer.step()
+    assert [e.op for e in session.events if e.kind == "bad_step"][0] == "given:linear#0"
+    assert not session.step_was_skipped and session.skipped_steps <= 2
+
+
+# -- calls that nobody goes back through -----------------------------------------------------------------------------
+
+
+def test_a_call_that_is_given_up_keeps_no_micro_batch() -> None:
+    model, session = compiled(two_layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(batch()).mean().item()  # a figure for the log
+        for _ in range(8):
+            model(batch()).square().mean().backward()
+        assert len(session._calls) == 1
+        optimizer.step()
+    for _ in range(8):
+        model(batch()).mean().item()
+        assert len(session._calls) <= 2
+
+
+def test_between_steps_is_where_nothing_waits() -> None:
+    model, session = compiled(two_layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(batch()).square().mean().backward()
+        optimizer.step()
+    state = session.state_dict()
+    other, fresh = compiled(two_layers())
+    other(batch())  # looked at, and forgotten
+    loss = other(batch()).mean()
+    with pytest.raises(StateError, match="has begun"):
+        fresh.load_state_dict(state)
+    del loss
+    fresh.load_state_dict(state)
+    assert fresh.steps == 4
+    other(batch())
+    fresh.replan()
+    loss = other(batch()).mean()
+    with pytest.raises(InputError, match="in progress"):
+        fresh.replan()
+    del loss
