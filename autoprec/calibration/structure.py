@@ -180,12 +180,22 @@ class StructureRecorder:
             if key in seen or pointer in self._parameters or x.numel() == 0:
                 continue
             seen.add(key)
+            if not sharing and owner is None and (copied := self._copied_by(op, x)) is not None:
+                sharing = [copied]
             alike = [t for t in sharing if t not in record.saves and self._tensors[t].numel == x.numel()]
             if sharing:
                 match = (alike or sharing)[0]
                 record.saves += [match] if match not in record.saves else []
             else:
                 record.private_bytes += x.untyped_storage().nbytes()
+
+    def _copied_by(self, op: OpNode, kept: Tensor) -> str | None:
+        """What ran in place here, and will not, kept a copy of what it was given before that was gone: then it will
+        keep what it is given."""
+        if not op.functional or not op.inputs or (spec := self._tensors.get(op.inputs[0][1])) is None:
+            return None
+        alike = spec.shape == tuple(kept.shape) and spec.dtype == str(kept.dtype).removeprefix("torch.")
+        return spec.id if alike else None
 
     def _shares(self, tensor_id: str, owner: str | None) -> bool:
         current: str | None = tensor_id

@@ -70,6 +70,8 @@ class _Conv(torch.autograd.Function):
         read, weight = saved_operand(ctx)
         grad_x = grad_w = grad_b = None
         refuse_copies(ctx)
+        if ctx.needs_input_grad[2]:  # before there is anything else beside what it takes
+            grad_b = unscaled(ctx, channel_sums(grad, spec.grad_weight), weight.dtype)
         if read is not None:
             product = _weight_gradient(spec, ctx.options, grad, read, weight)
             product = spec.product(product, spec.grad_weight, made_in(spec, grad, weight))
@@ -79,8 +81,6 @@ class _Conv(torch.autograd.Function):
         del read  # made for this pass, as like as not: it need not be there beside the input's gradient
         if ctx.needs_input_grad[0]:
             grad_x = _input_gradient(spec, ctx.options, grad, there, ctx.x_shape, weight, ctx.x_dtype)
-        if ctx.needs_input_grad[2]:
-            grad_b = unscaled(ctx, channel_sums(grad, spec.grad_weight), weight.dtype)
         return grad_x, grad_w, grad_b, None, None, None, None
 
 

@@ -53,29 +53,38 @@ def _traced_bits(x: Tensor) -> Tensor:
 _traced_bits.register_fake(lambda x: x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8))
 
 
-def _bits_of_result(y: Tensor, images: bool) -> Tensor:
-    """Of `images` compilers put the channels last in memory: so they are in what is packed."""
-    if not is_traced(y):
-        return _bits(y)
-    seen = y.movedim(1, -1) if images else y
-    return _traced_bits(seen) if y.device.type == "cpu" else _bits(seen)
+def _has_channels_last(y: Tensor, images: bool) -> bool:
+    """Whether the channels are last in memory. Compilers put them there of `images`."""
+    if is_traced(y):
+        return images
+    return y.dim() in (4, 5) and not y.is_contiguous() and y.movedim(1, -1).is_contiguous()
 
 
-def _masked(x: Tensor, bits: Tensor, images: bool = False) -> Tensor:
+def _bits_of_result(y: Tensor, channels_last: bool) -> Tensor:
+    """In the order of memory, in which nothing is copied."""
+    seen = y.movedim(1, -1) if channels_last else y
+    return _traced_bits(seen) if is_traced(y) and y.device.type == "cpu" else _bits(seen)
+
+
+def _masked(x: Tensor, bits: Tensor, channels_last: bool) -> Tensor:
     """x where a bit is set, 0 elsewhere, whatever x is there."""
     if torch.is_grad_enabled():
-        result = _Masked.apply(x, bits, images)
+        result = _Masked.apply(x, bits, channels_last)
         assert isinstance(result, Tensor)
         return result
+    made = _masked_in_order(x.movedim(1, -1) if channels_last else x, bits)
+    return made.movedim(-1, 1) if channels_last else made
+
+
+def _masked_in_order(x: Tensor, bits: Tensor) -> Tensor:
     if is_traced(x):
-        seen = x.movedim(1, -1) if images else x
-        kept = unpack_bits(bits, seen.shape).float()  # between FP32 numbers compiled code chooses 20 times as fast
-        made = torch.where(kept != 0, seen.float(), 0.0).to(x.dtype)
-        return made.movedim(-1, 1) if images else made
+        kept = unpack_bits(bits, x.shape).float()  # between FP32 numbers compiled code chooses 20 times as fast
+        return torch.where(kept != 0, x.float(), 0.0).to(x.dtype)
+    x = x.contiguous()
     if elements.serve(x):
         return elements.where_set(x, bits)
     numel = piece_numel(x)
-    flat = x.contiguous().view(_INTEGER[x.element_size()]).view(-1)
+    flat = x.view(_INTEGER[x.element_size()]).view(-1)
     made = torch.empty_like(flat)
     for part, packed, target in zip(flat.split(numel), bits.split(numel // 8), made.split(numel), strict=True):
         torch.mul(part, unpack_bits(packed, part.shape), out=target)  # an integer times 0 or 1
@@ -86,28 +95,28 @@ class _Masked(torch.autograd.Function):
     """`_masked` with a derivative."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bits: Tensor, images: bool) -> Tensor:
-        ctx.images = images
+    def forward(ctx: Any, x: Tensor, bits: Tensor, channels_last: bool) -> Tensor:
+        ctx.channels_last = channels_last
         ctx.save_for_backward(bits)
-        return _masked(x, bits, images)
+        return _masked(x, bits, channels_last)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, None, None]:
-        return _masked(grad, *ctx.saved_tensors, ctx.images), None, None
+        return _masked(grad, *ctx.saved_tensors, ctx.channels_last), None, None
 
 
 class _Relu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, images: bool) -> Tensor:
         y = torch.relu(x)
-        ctx.images = images
+        ctx.channels_last = _has_channels_last(y, images)
         # torch's own formula: the gradient is stopped where y ≤ 0, so it passes a NaN.
-        ctx.save_for_backward(_bits_of_result(y, images))
+        ctx.save_for_backward(_bits_of_result(y, ctx.channels_last))
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
-        return _masked(grad, *ctx.saved_tensors, ctx.images), None
+        return _masked(grad, *ctx.saved_tensors, ctx.channels_last), None
 
 
 def relu_keeping_bits(x: Tensor, images: bool = False) -> Tensor:

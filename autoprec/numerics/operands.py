@@ -32,12 +32,13 @@ _SUMMED_AT_ONCE = 1 << 18
 def channel_sums(grad: Tensor, fmt: str) -> Tensor:
     """Sums over all dimensions but the second (channels), with FP32 accumulation; the weight's gradient is in `fmt`.
 
-    On a CPU they are rounded to BF16 as that gradient is: by rows a seventh of the time (docs/measurements/pieces.md).
-    For sums in FP32 torch makes a copy of a narrow tensor there, so it is given slices of it.
+    On a CPU those of rows are rounded to BF16 as that gradient is: a seventh of the time (docs/measurements/pieces.md).
+    For others, and for sums in FP32, torch makes a copy of a narrow tensor there, so it is given slices of it.
     """
     dims = [0, *range(2, grad.dim())]
     on_cpu = grad.device.type == "cpu"
-    if on_cpu and grad.dtype is torch.bfloat16 and result_format(fmt) == "bf16":
+    by_rows = grad.dim() == 2 or not grad.is_contiguous()  # channels last among them
+    if on_cpu and by_rows and grad.dtype is torch.bfloat16 and result_format(fmt) == "bf16":
         return grad.sum(dims)
     rows = max(1, _SUMMED_AT_ONCE // max(1, grad[:1].numel())) if on_cpu else grad.shape[0]
     wide = torch.promote_types(grad.dtype, torch.float32)

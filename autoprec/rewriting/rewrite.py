@@ -310,9 +310,14 @@ class _Rewriter(Storing):
             self.main = self.call(With(matmul, spec), tuple(map(transform, operands(op.node))))
             return self.main
         self.main = self.copy(op.node, transform)
+        if op.functional and any(self._stored(tensor) for _, tensor in op.inputs):  # in place it would keep a copy
+            self._run_out_of_place(op, self.main)
         if op.kind == ATTENTION and any(self._stored(tensor) for _, tensor in op.inputs[:3]):
             self.main.target = lean(self.main.target)
         return self.main
+
+    def _run_out_of_place(self, op: OpNode, node: fx.Node) -> None:
+        node.target, node.args, node.kwargs = out_of_place(op.kind, node.target, node.args, node.kwargs)
 
     def visit_inplace(self, op: OpNode, changed: fx.Node) -> None:
         """Everything in the format of the memory that changes; casts of that memory are stale afterwards."""
@@ -355,7 +360,7 @@ class _Rewriter(Storing):
         else:
             new = self.copy_main(op, lambda n: self.in_format(n, fmt, region))
             if op.functional:
-                new.target, new.args, new.kwargs = out_of_place(op.kind, new.target, new.args, new.kwargs)
+                self._run_out_of_place(op, new)
             new.target = lean(new.target)
             new.args, new.kwargs = fit_scalars(op.kind, new.args, fmt), fit_scalars(op.kind, new.kwargs, fmt)
         self.put(op.node, new, result_format(fmt))
