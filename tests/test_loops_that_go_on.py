@@ -299,3 +299,44 @@ def test_between_steps_is_where_nothing_waits() -> None:
     with pytest.raises(InputError, match="in progress"):
         fresh.replan()
     del loss
+
+
+# -- what else is hooked to an optimizer -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_hooks_of_the_users_see_the_gradients_of_a_bad_step(closure: bool) -> None:
+    """As they see those of others: they clip, or count."""
+    model, session = compiled(two_layers())
+    optimizer, norms = torch.optim.AdamW(model.parameters()), list[float]()
+
+    def clips(_: Any, args: Any, kwargs: Any) -> None:
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.clamp_(-1.0, 1.0)
+
+    def counts(_: Any, args: Any, kwargs: Any) -> None:
+        norms.append(sum(float(p.grad.norm()) for p in model.parameters()))
+
+    if not closure:
+        optimizer.register_step_pre_hook(clips)
+    optimizer.register_step_post_hook(counts)
+    for step in range(7):
+
+        def goes_back(bad: bool = step == 4) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(batch(bad)).square().mean()
+            loss.backward()
+            return loss
+
+        before = copy.deepcopy([*model.parameters()])
+        if closure:
+            optimizer.step(goes_back)
+        else:
+            goes_back()
+            optimizer.step()
+        assert session.step_was_skipped == (step == 4)
+        assert (step == 4) == all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert [math.isnan(n) for n in norms] == [step == 4 for step in range(7)]
+    assert not optimizer._optimizer_step_pre_hooks or len(optimizer._optimizer_step_pre_hooks) == 1
+    assert len(optimizer._optimizer_step_post_hooks) == 1

@@ -63,6 +63,30 @@ class _Step:
     snapshot: OptimizerSnapshot | None = None
     aside: list[PutAside] = field(default_factory=list)
     flag: Tensor | None = None
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+    def put_aside(self, optimizer: Optimizer, *, behind_hooks: bool) -> None:
+        """The gradients, while the optimizer itself runs: what the user has hooked to it sees them before and after.
+        `behind_hooks`: those that come before have not run yet."""
+        if behind_hooks:
+            later = optimizer.register_step_pre_hook(lambda *_: self.aside.append(PutAside(optimizer)))
+            self.handles.append(later)
+        else:
+            self.aside.append(PutAside(optimizer))
+        if not self.handles or behind_hooks:
+            first = optimizer.register_step_post_hook(lambda *_: self.put_back())
+            optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
+            self.handles.append(first)
+
+    def put_back(self) -> None:
+        """What was put aside."""
+        for aside in reversed(self.aside):
+            aside.restore()
+
+    def forget_hooks(self) -> None:
+        """After the step, or when there will be no end of it."""
+        while self.handles:
+            self.handles.pop().remove()
 
     def take_flag_back(self) -> None:
         """What the optimizer was given; one that raised has it still."""
@@ -175,12 +199,13 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     owners = _owners(optimizer)
     if (raised := _steps.pop(id(optimizer), None)) is not None:
         raised.take_flag_back()
+        raised.forget_hooks()
     if not owners:
         return None
     step = _steps[id(optimizer)] = _Step(weakref.ref(optimizer), [weakref.ref(owner) for owner in owners])
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
-        _judge(optimizer, owners, step)
+        _judge(optimizer, owners, step, behind_hooks=True)
         return None
     if not calls_closure_once(optimizer):
         step.snapshot = OptimizerSnapshot(optimizer)
@@ -189,7 +214,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         # The backward pass is inside the closure, so the verdict can only come after it.
         with torch.enable_grad():
             loss = closure()
-        _judge(optimizer, owners, step)
+        _judge(optimizer, owners, step, behind_hooks=False)
         return loss
 
     if "closure" in kwargs:
@@ -197,7 +222,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     return (args[0], guarded, *args[2:]), kwargs
 
 
-def _judge(optimizer: Optimizer, owners: Sequence[StepListener], step: _Step) -> None:
+def _judge(optimizer: Optimizer, owners: Sequence[StepListener], step: _Step, *, behind_hooks: bool) -> None:
     """Ask every owner; one bad verdict vetoes the step for all."""
     for owner in owners:
         owner.settle()  # of a step before; if that raises, this one is not aborted, and changes nothing either
@@ -218,7 +243,7 @@ def _judge(optimizer: Optimizer, owners: Sequence[StepListener], step: _Step) ->
         raise
     if step.snapshot is None and not is_torchs_own(optimizer):
         step.snapshot = OptimizerSnapshot(optimizer)  # who knows what it does with gradients that are None
-    step.aside.append(PutAside(optimizer))
+    step.put_aside(optimizer, behind_hooks=behind_hooks)
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -227,11 +252,9 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if step is None:
         return
     step.take_flag_back()
-    if step.aside:
-        if step.snapshot is not None:
-            step.snapshot.restore(optimizer)
-        for aside in reversed(step.aside):
-            aside.restore()
+    step.forget_hooks()
+    if step.aside and step.snapshot is not None:
+        step.snapshot.restore(optimizer)
     for known in step.owners:
         if (owner := known()) is not None:
             owner.end()
