@@ -26,7 +26,7 @@ from autoprec.execution import dispatch
 from autoprec.execution.faults import Fault
 from autoprec.execution.freezing import FrozenParameters
 from autoprec.execution.lowering import Backend, Lowering
-from autoprec.execution.replay import CallRecord, in_backward, keep_gradients, record_call
+from autoprec.execution.replay import CallRecord, in_backward, keep_gradients, record_call, written_to
 from autoprec.execution.slots import Slot
 from autoprec.execution.stepping import StepGuard
 from autoprec.execution.takeover import Takeover
@@ -244,6 +244,8 @@ class Session(Settling, Replanning, Resumable):
         if trains and self._sites.settle():
             self._slots.clear()
         binding = bind(template, arguments, self._names, buffer_names, self._sites)
+        fqns = [binding.parameters[node] for node in written_to(binding)]
+        self._guard.buffers.watch({fqn: self._parameters[fqn] for fqn in fqns})
         trainable = any(self._parameters[f].requires_grad for f in binding.parameters.values())
         trains = trainable and torch.is_grad_enabled()
         slot = Slot(binding=binding, trains=trains, lowering=self.lowering, tell=self._tell_refused)

@@ -340,3 +340,62 @@ def test_hooks_of_the_users_see_the_gradients_of_a_bad_step(closure: bool) -> No
     assert [math.isnan(n) for n in norms] == [step == 4 for step in range(7)]
     assert not optimizer._optimizer_step_pre_hooks or len(optimizer._optimizer_step_pre_hooks) == 1
     assert len(optimizer._optimizer_step_post_hooks) == 1
+
+
+# -- parameters that a forward pass writes to ------------------------------------------------------------------------
+
+
+class Codes(nn.Module):
+    """Means that a forward pass moves on, frozen; by `.data`, which moves no version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 4), nn.Linear(4, 8)
+        self.mean = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.first(x)
+        with torch.no_grad():
+            self.mean.data.mul_(0.9).add_(z.detach().mean(0), alpha=0.1)
+        return self.last(z - self.mean)
+
+
+class Momentum(nn.Module):
+    """An encoder that follows another one, with other memory after each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.follows = copy.deepcopy(self.first).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for p, q in zip(self.first.parameters(), self.follows.parameters(), strict=True):
+                q.data = q.data * 0.9 + p.data * 0.1 + x.mean()
+        return self.first(x) * self.follows(x)
+
+
+class Renormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(16, 8, max_norm=0.5), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.table((x[:, 0].nan_to_num().abs() * 4).long() % 16)) + x.sum()
+
+
+@pytest.mark.parametrize("make", [Codes, Momentum, Renormed])
+def test_parameters_that_a_forward_pass_writes_to_are_as_before_a_bad_step(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, session = compiled(make())
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.01)
+    objects = [id(p) for p in model.parameters()]
+    for step in range(8):
+        before = copy.deepcopy([*model.parameters()])
+        optimizer.zero_grad()
+        model(batch(step == 5)).square().mean().backward()
+        optimizer.step()
+        assert session.step_was_skipped == (step == 5)
+        if step == 5:
+            assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert is_finite(model) and [id(p) for p in model.parameters()] == objects

@@ -32,7 +32,8 @@ class BufferSnapshot:
 
     Version counters do not show every change (batch norm writes its running statistics without moving them), so large
     buffers are compared with their copy once, at the second step, and by version from then on. The host keeps that
-    copy, for the step in which they change after all.
+    copy, for the step in which they change after all. Parameters that a forward pass writes to (the codes of a
+    quantizer, an embedding's rows of too large a norm) are as buffers, once it is known.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -44,6 +45,7 @@ class BufferSnapshot:
         self._copies: dict[str, tuple[Tensor, Tensor]] = {}
         self._sums: dict[str, Tensor] = {}
         self._coming: Coming | None = None
+        self._written: dict[str, nn.Parameter] = {}
         self._names: list[str] = []
         self._own: list[Mapping[str, Tensor | None]] = []
         self._children: list[Mapping[str, nn.Module | None]] = []
@@ -60,7 +62,7 @@ class BufferSnapshot:
             self._own = [m._buffers for m in named.values()]
             self._children = [m._modules for m in named.values()]
             self._seen = [dict(children) for children in self._children]
-        found: dict[str, Tensor] = {}
+        found: dict[str, Tensor] = dict(self._written)
         seen: set[int] = set()
         for name, b in self._places():
             if b is not None and id(b) not in seen:
@@ -73,6 +75,10 @@ class BufferSnapshot:
         for prefix, own in compress(zip(self._names, self._own, strict=True), self._own):  # few modules have any
             for key, b in own.items():
                 yield f"{prefix}{key}", b
+
+    def watch(self, written: Mapping[str, nn.Parameter]) -> None:
+        """Parameters that a forward pass writes to, from the next `take` on."""
+        self._written.update(written)
 
     def take(self, *, again: bool = False) -> None:
         """Copy what may change in the step that begins. `again`: a call before it, without gradients, belongs to it: of
@@ -104,7 +110,7 @@ class BufferSnapshot:
             for name, (buffer, saved) in {**self._copies, **changed}.items():
                 if not _is_fixed(buffer):
                     buffer.copy_(saved)
-                if model is not None:
+                if model is not None and name not in self._written:
                     owner, _, key = name.rpartition(".")
                     model.get_submodule(owner)._buffers[key] = buffer
         for name in now.keys() - self._there if model is not None else ():
@@ -165,7 +171,7 @@ class BufferSnapshot:
 
     def _now(self) -> dict[str, Tensor]:
         """The buffers, where there can be any."""
-        return self._buffers() if self._copies or any(self._own) else {}
+        return self._buffers() if self._copies or self._written or any(self._own) else {}
 
     def _floating(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Names, buffers as they are now, and copies, of those that may have become non-finite; no copy of new ones."""

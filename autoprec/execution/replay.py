@@ -28,10 +28,14 @@ __all__ = [
     "record_call",
     "shadow",
     "shadow_arguments",
+    "written_to",
 ]
 
 _ticks = itertools.count()
 _NOTHING: Mapping[int, Tensor] = {}
+
+#: With `max_norm`, behind the first three arguments, they write to the rows that they look up.
+_LOOKUPS = {"embedding", "embedding_bag"}
 
 #: Of the largest element of a gradient, what sums of a few FP32 terms in another order may differ by.
 _ROUNDING = 1e-6
@@ -178,13 +182,14 @@ def shadow_arguments(
     shared, but for those that the graph writes to; `instead`, by the identity of a parameter, what it is replaced by.
     """
     binding = record.binding
-    written = {binding.template.placeholders.index(node) for node in _written(binding)}
+    written = {binding.template.placeholders.index(node) for node in written_to(binding)}
 
     def copy(i: int, x: Any) -> Any:
         if id(x) in instead:
             return instead[id(x)]
         if isinstance(x, nn.Parameter) or (isinstance(x, Tensor) and x.requires_grad):
-            own = x.detach().clone() if i in written else x.detach()
+            own = buffers.get(id(x), x).detach()
+            own = own.clone() if i in written else own
             return own.requires_grad_(x.requires_grad)
         if isinstance(x, Tensor):
             return buffers[id(x)].clone() if id(x) in buffers else _copied(x.detach())
@@ -202,7 +207,7 @@ def _copied(x: Tensor) -> Tensor:
     return x.as_strided((extent,), (1,)).clone().as_strided(x.shape, x.stride(), 0)
 
 
-def _written(binding: Binding) -> set[fx.Node]:
+def written_to(binding: Binding) -> set[fx.Node]:
     """Parameters that an in-place op may change: those at the beginning of the chain of its first argument, whatever
     stands between, because a copy too many does no harm."""
     found = set()
@@ -212,4 +217,6 @@ def _written(binding: Binding) -> set[fx.Node]:
             node = next(iter(node.all_input_nodes), None)
         if node in binding.parameters:
             found.add(node)
+        if op.kind in _LOOKUPS and (*op.node.args[3:4], op.node.kwargs.get("max_norm"), None)[0] is not None:
+            found.update(n for n in op.node.all_input_nodes if n in binding.parameters)
     return found
