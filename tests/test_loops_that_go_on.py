@@ -399,3 +399,26 @@ def test_parameters_that_a_forward_pass_writes_to_are_as_before_a_bad_step(make:
         if step == 5:
             assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert is_finite(model) and [id(p) for p in model.parameters()] == objects
+
+
+# -- what a scaler skips ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [lambda m: autoprec.GradScaler(model=m), lambda m: torch.amp.GradScaler("cpu")])
+def test_a_step_that_a_scaler_skips_for_another_parameter_is_skipped(make: Callable[[nn.Module], Any]) -> None:
+    torch.manual_seed(0)
+    model, session = compiled(Normalised())
+    beside = nn.Linear(3, 3)
+    optimizer, scaler = torch.optim.AdamW([*model.parameters(), *beside.parameters()]), make(model)
+    for step in range(7):
+        before = copy.deepcopy([*model.parameters(), *model.buffers()])
+        optimizer.zero_grad()
+        y = model(batch())
+        z = beside(y.detach()) * (math.inf if step == 5 else 1.0)
+        scaler.scale(y.square().mean() + z.square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert session.step_was_skipped == (step == 5)
+        if step == 5:
+            assert all(map(torch.equal, before, (*model.parameters(), *model.buffers())))
+    assert (session.steps, session.skipped_steps) == (6, 1)

@@ -47,11 +47,8 @@ class StepListener(Protocol):
     def end(self) -> None:
         """The step is over."""
 
-    def found_bad(self) -> bool:
-        """Whether a gradient of the step in progress is not finite."""
-
-    def skipped(self, *, bad: bool) -> None:
-        """A GradScaler skipped the step of an optimizer that this listener owns; `bad` if any owner found it bad."""
+    def skipped(self) -> None:
+        """A GradScaler skipped the step of an optimizer that this listener owns."""
 
 
 @dataclass
@@ -159,10 +156,8 @@ def _install() -> None:
         skipped = _skipped[:]
         _skipped.clear()
         for optimizer in skipped:
-            owners = _owners(optimizer)
-            bad = any([owner.found_bad() for owner in owners])
-            for owner in owners:
-                owner.skipped(bad=bad)
+            for owner in _owners(optimizer):
+                owner.skipped()
         return result
 
     torch.amp.GradScaler.step = watched_step  # type: ignore[method-assign]

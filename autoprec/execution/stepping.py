@@ -264,12 +264,12 @@ class StepGuard:
         self._keeper.on_abort()
         return True
 
-    def skipped(self, *, bad: bool) -> None:
-        """A GradScaler skipped the step of an optimizer, which was not called: the boundary is here. `bad` tells
-        whether gradients of any model that it steps were not finite."""
+    def skipped(self) -> None:
+        """A GradScaler skipped the step of an optimizer, which was not called: the boundary is here. Gradients of this
+        model were not finite, or others that it steps."""
         self.settle()
         self._flag = None
-        if self.in_step and bad:
+        if self.in_step:
             self._veto_alone(own=not self.watch.verdict())
             self.end()
 
