@@ -119,3 +119,16 @@ def test_bits_are_in_the_order_of_memory(order: torch.memory_format) -> None:
         (found,) = torch.autograd.grad(y, x, g, retain_graph=True)
         assert torch.equal(found, torch.where(x > 0, g, 0.0))
     assert peak_bytes(lambda: torch.autograd.grad(y, x, grad, retain_graph=True), CPU) <= x.nbytes + SMALL
+
+
+@pytest.mark.parametrize("policy", ["bf16", "memory", "balanced"])
+def test_what_a_plan_is_compared_with_is_the_model_as_it_was_written(policy: str) -> None:
+    """Also where the policy has no FP32."""
+    torch.manual_seed(0)
+    model, batches = biased(), [torch.randn(4, 3, 16, 16) for _ in range(2)]
+    autoprec.compile(model, policy=policy, batches=batches, loss_fn=lambda m, x: m(x).square().mean(), events=None)
+    plan = autoprec.session(model).plan
+    assert plan is not None and plan.predicted is not None and plan.predicted_fp32 is not None
+    assert sum(h.plan for h in plan.memory) == plan.predicted.peak_bytes
+    assert sum(h.fp32 for h in plan.memory) == plan.predicted_fp32.peak_bytes
+    assert not any(h.fp32 for h in plan.memory if h.kind == "activations, bf16")

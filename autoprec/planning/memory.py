@@ -22,11 +22,11 @@ OTHERS = "others"
 _ID = re.compile(r"(?P<layer>\S*):\S+")
 
 
-def holdings(problem: Problem, graph: OpGraph, solutions: Mapping[str, Solution]) -> tuple[Holding, ...]:
-    """Bytes at the peak of each solution: of "plan", "fp32" and, where there is one, "bf16"; most of the plan first,
-    after what a step holds whatever the plan."""
-    found = {name: _at_peak(problem, s) for name, s in solutions.items()}
-    least = _LEAST_FRAC * max(s.evaluation.peak_bytes for s in solutions.values())
+def holdings(graph: OpGraph, solved: Mapping[str, tuple[Problem, Solution]]) -> tuple[Holding, ...]:
+    """Bytes at the peak of each solution of a problem: of "plan", "fp32" and, where there is one, "bf16"; most of the
+    plan first, after what a step holds whatever the plan."""
+    found = {name: _at_peak(problem, s) for name, (problem, s) in solved.items()}
+    least = _LEAST_FRAC * max(s.evaluation.peak_bytes for _, s in solved.values())
     layers = {layer for held in found.values() for layer, _ in held}
     of_layer = {y: max(sum(n for (x, _), n in held.items() if x == y) for held in found.values()) for y in layers}
     for name, held in found.items():
@@ -38,13 +38,11 @@ def holdings(problem: Problem, graph: OpGraph, solutions: Mapping[str, Solution]
     def made(layer: str, kind: str, sizes: Mapping[str, int]) -> Holding:
         return Holding(layer=layer, kind=kind, fp32=sizes["fp32"], bf16=sizes.get("bf16"), plan=sizes["plan"])
 
-    fixed = {
-        "parameters": graph.parameter_bytes - (fixed_bytes(graph) - problem.fixed_bytes),
-        "gradients": graph.gradient_bytes,
-        "optimizer": graph.optimizer_bytes,
-        "inputs": graph.input_bytes,
-    }
-    always = [made("", kind, dict.fromkeys(found, size)) for kind, size in fixed.items() if size]
+    living = {name: fixed_bytes(graph) - problem.fixed_bytes for name, (problem, _) in solved.items()}
+    parameters = {name: graph.parameter_bytes - size for name, size in living.items()}
+    always = [made("", "parameters", parameters)] if any(parameters.values()) else []
+    fixed = {"gradients": graph.gradient_bytes, "optimizer": graph.optimizer_bytes, "inputs": graph.input_bytes}
+    always += [made("", kind, dict.fromkeys(found, size)) for kind, size in fixed.items() if size]
     keys = {key for held in found.values() for key in held}
     rest = [made(*key, {name: held[key] for name, held in found.items()}) for key in keys]
     return (*always, *sorted(rest, key=lambda h: (-h.plan, -h.fp32, h.layer, h.kind)))

@@ -15,7 +15,7 @@ from autoprec.planning.evaluator import evaluate
 from autoprec.planning.highs import smallest_peak
 from autoprec.planning.memory import holders
 from autoprec.planning.polish import polish
-from autoprec.planning.problem import build_problem, fixed_bytes
+from autoprec.planning.problem import as_written, build_problem, fixed_bytes
 from autoprec.planning.proposals import LOW_FRAC, Proposals, Question, rivals, totals_of
 from autoprec.planning.reasons import bytes_text, violation_text
 from autoprec.planning.relaxing import what_to_change
@@ -43,8 +43,7 @@ class BudgetLike(Protocol):
 
 def fp32_totals(graph: OpGraph, profile: Profile, device: Device, policy: Policy) -> Totals:
     """Predicted totals of the model as it was written: all FP32, saved tensors as they are."""
-    plain = policy.replaced(formats=("fp32",), rules=(), budget=None, storage={"formats": ()})
-    problem = build_problem(graph, profile, device, plain)
+    problem = as_written(graph, profile, device, policy)
     return totals_of(evaluate(problem, uniform_choice(problem, "fp32")))
 
 

@@ -47,7 +47,7 @@ from autoprec.plans import RECOMPUTED
 from autoprec.policies import Policy
 from autoprec.profiles import Profile
 
-__all__ = ["ITEM_BYTES", "Problem", "build_problem", "fixed_bytes", "optimizer_bytes"]
+__all__ = ["ITEM_BYTES", "Problem", "as_written", "build_problem", "fixed_bytes", "optimizer_bytes"]
 
 #: Bytes per element by the name of the torch dtype.
 ITEM_BYTES = {
@@ -98,6 +98,12 @@ def build_problem(
     if profile.steps < 1:
         raise ProfileError("the profile holds no step; calibrate for at least two")
     return _Builder(graph, profile, device, policy, banned, living or {}).build(budget_bytes)
+
+
+def as_written(graph: OpGraph, profile: Profile, device: Device, policy: Policy) -> Problem:
+    """The model as it was written: all in FP32, saved tensors as they are, whatever the policy allows."""
+    plain = policy.replaced(formats=("fp32",), rules=(), budget=None, storage={"formats": ()})
+    return build_problem(graph, profile, device, plain)
 
 
 class _Builder:

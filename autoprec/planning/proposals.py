@@ -10,7 +10,7 @@ from autoprec.graphs import OpGraph
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.memory import holdings
 from autoprec.planning.pricing import Prices
-from autoprec.planning.problem import Problem
+from autoprec.planning.problem import Problem, as_written
 from autoprec.planning.reasons import Reason, Reasons, violation_text
 from autoprec.planning.regions import fp16_regions
 from autoprec.planning.roots import resolve_roots
@@ -183,15 +183,20 @@ class Proposals:
             graph_fingerprint=self.question.graph.fingerprint,
             device=self.question.device.name,
             contestants=contestants,
-            memory=holdings(problem, self.question.graph, self._compared(solution)) if reasons else (),
+            memory=holdings(self.question.graph, self._compared(solution)) if reasons else (),
         )
 
-    def _compared(self, solution: Solution) -> dict[str, Solution]:
+    def _compared(self, solution: Solution) -> dict[str, tuple[Problem, Solution]]:
         """The solution, and those whose memory people compare it with."""
-        found = {"plan": solution}
-        for name in ("fp32", *(["bf16"] if "bf16" in self.question.policy.formats else [])):
-            choice = uniform_choice(self.problem, name)
-            found[name] = Solution(choice=choice, evaluation=evaluate(self.problem, choice), bound=0.0)
+        problems = {
+            "fp32": as_written(self.question.graph, self.question.profile, self.question.device, self.question.policy)
+        }
+        if "bf16" in self.question.policy.formats:
+            problems["bf16"] = self.problem
+        found = {"plan": (self.problem, solution)}
+        for name, problem in problems.items():
+            choice = uniform_choice(problem, name)
+            found[name] = problem, Solution(choice=choice, evaluation=evaluate(problem, choice), bound=0.0)
         return found
 
     def _regions(self, choice: Choice) -> tuple[Region, ...]:
