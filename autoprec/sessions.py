@@ -270,7 +270,8 @@ class Session(Settling, Replanning, Resumable):
         self._guard.covered.add(slot.binding.covers)
         # Micro-batches that are known to be good nobody will replay, and what the loop has given up has no gradients.
         # While the host asks a device how the one before went, that has this forward pass to do.
-        self._calls = [c for c in self._calls if not c.is_given_up]
+        if len(self._calls).bit_count() == 1:  # not each time, of a cell that is called a thousand times
+            self._calls = [c for c in self._calls if not c.is_given_up]
         returned = bool(self._calls) and all(c.is_over for c in self._calls)
         on_cpu = next(iter(self._parameters.values())).is_cpu
         if returned and on_cpu and self._guard.watch.verdict():
@@ -295,7 +296,8 @@ class Session(Settling, Replanning, Resumable):
 
     def _let_go_of(self, calls: Sequence[CallRecord]) -> None:
         self._let_go += ((call.binding, call.entered) for call in calls)
-        self._calls = [call for call in self._calls if call not in calls]
+        gone = set(map(id, calls))
+        self._calls = [call for call in self._calls if id(call) not in gone]
 
     def _differentiated(self) -> list[tuple[Binding, set[int]]]:
         """Of the calls of the step, the outputs that a gradient came to."""

@@ -66,7 +66,7 @@ def _bits_of_result(y: Tensor, channels_last: bool) -> Tensor:
     return _traced_bits(seen) if is_traced(y) and y.device.type == "cpu" else _bits(seen)
 
 
-def _masked(x: Tensor, bits: Tensor, channels_last: bool) -> Tensor:
+def _masked(x: Tensor, bits: Tensor, channels_last: bool = False) -> Tensor:
     """x where a bit is set, 0 elsewhere, whatever x is there."""
     if torch.is_grad_enabled():
         result = _Masked.apply(x, bits, channels_last)

@@ -27,5 +27,5 @@ def test_a_planted_difference_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_bad_step_that_nobody_vetoes_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GradientWatch, "verdict", lambda self: True)
-    broken = optimizers.campaign(("Adam",), 1).broken
-    assert len(broken) == 3 and all("nan" in line or "inf" in line for line in broken)
+    broken = optimizers.campaign(("Adam",), 1).broken  # but for what a GradScaler skips by itself
+    assert len(broken) == 2 and all("nan" in line or "inf" in line for line in broken)
