@@ -85,6 +85,7 @@ def _take(session: Session) -> RunState:
             losses=session._losses.known,
             gradients=stability.gradients,
             was_noisy=stability.was_noisy,
+            doubted=observed.doubted,
             lowered=tuple(sorted(session.lowering.known)),
             uncompiled=tuple(sorted(session.lowering.left_uncompiled.items())),
             takeover_step=session._takeover.due_step,
@@ -111,6 +112,7 @@ def _give(session: Session, state: RunState) -> None:
     session._bad_in_row, session.step_was_skipped = counts.bad_in_row, counts.step_was_skipped
     observed.graph, observed.profile, observed.learned = run.graph, state.calibration, state.learned
     observed.steps, observed.foreseen = counts.calibration_steps, counts.foreseen
+    observed.doubted = run.doubted
     stability.floors, stability.trends, stability.gradients = run.floors, run.trends, run.gradients
     session._scheduler.device, session._scheduler.given = run.device, run.given
     session._given_plan = False  # it ran before

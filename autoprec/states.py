@@ -55,7 +55,7 @@ class Run:
             `events_before`: lines that the file had before it; `events_written`: lines of it there.
         losses: of the window in progress, and the spread of the one before.
         gradients: (tensor, largest magnitude of its gradient), of the last window that told.
-        was_noisy: see `Stability`.
+        was_noisy: see `Stability`; doubted: see `Observations`.
         lowered: fingerprints of plans that were compiled.
         uncompiled: (fingerprint, budget in bytes) of plans that would break it compiled.
         takeover_step: after which the plan, which runs as it is until then, runs compiled; None where nothing waits.
@@ -83,6 +83,7 @@ class Run:
     losses: Losses = Losses()
     gradients: tuple[tuple[str, float], ...] = ()
     was_noisy: bool = False
+    doubted: bool = False
     lowered: tuple[str, ...] = ()
     uncompiled: tuple[tuple[str, int], ...] = ()
     takeover_step: int | None = None

@@ -210,6 +210,27 @@ def test_an_overflow_is_promoted_whichever_way_its_gradient_came(loop: Callable[
     assert [e.op for e in session.events if e.kind == "promoted"] == [":gelu#0"]
 
 
+def test_a_resumed_run_names_what_the_run_itself_would_name() -> None:
+    """Behind the step that showed that another output is differentiated by now, and before the next that overflows."""
+    told = []
+    for resumes in (False, True):
+        model, session = compiled(Heads(), "fp16", loss_scaling={"mode": "none"})
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+        for step in range(14):
+            if step == 9 and resumes:
+                state, weights = session.state_dict(), copy.deepcopy(model.state_dict())
+                model, session = compiled(Heads(), "fp16", loss_scaling={"mode": "none"})
+                model.load_state_dict(weights)
+                session.load_state_dict(state)
+                optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+            optimizer.zero_grad()
+            torch.manual_seed(step)
+            late(model, step, 1e6 if step >= 8 else 1.0)
+            optimizer.step()
+        told.append([(e.step, e.kind, e.op) for e in session.events])
+    assert told[0] == told[1] and (8, "promoted", ":gelu#0") in told[0]
+
+
 def test_a_loss_of_a_micro_batch_is_one_whatever_the_next_differentiates() -> None:
     class Losses(nn.Module):
         def __init__(self) -> None:

@@ -65,15 +65,15 @@ class _Step:
     def put_aside(self, optimizer: Optimizer, *, behind_hooks: bool) -> None:
         """The gradients, while the optimizer itself runs: what the user has hooked to it sees them before and after.
         `behind_hooks`: those that come before have not run yet."""
-        if behind_hooks:
-            later = optimizer.register_step_pre_hook(lambda *_: self.aside.append(PutAside(optimizer)))
-            self.handles.append(later)
-        else:
-            self.aside.append(PutAside(optimizer))
-        if not self.handles or behind_hooks:
+        if not self.handles:  # a closure may be called more than once
             first = optimizer.register_step_post_hook(lambda *_: self.put_back())
             optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
             self.handles.append(first)
+        if behind_hooks:
+            last = optimizer.register_step_pre_hook(lambda *_: self.aside.append(PutAside(optimizer)))
+            self.handles.append(last)
+        else:
+            self.aside.append(PutAside(optimizer))
 
     def put_back(self) -> None:
         """What was put aside."""
