@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,15 +16,17 @@ import autoprec
 from autoprec.execution.measuring import saved_bytes
 from autoprec.graphs import Role
 from autoprec.planning.evaluator import evaluate
+from autoprec.planning.milp import Program
 from autoprec.planning.neighbours import Neighbours
 from autoprec.planning.planner import ask, propose
+from autoprec.planning.polish import flips, tied_groups
 from autoprec.planning.proposals import Question
 from autoprec.planning.solutions import Solution
 from autoprec.planning.tabulate import Tabulated
 from autoprec.planning.uniform import uniform_choice
 from autoprec.plans import RECOMPUTED, Assignment, Plan, Storage
 from tests.planning.test_scale import disagreement
-from tests.planning.test_solvers import program_says
+from tests.planning.test_solvers import program_says, random_choice
 from tests.test_keeping import rounded
 from tests.test_remaking import planned, remakings, step
 from tests.test_tournament import tournament_of
@@ -212,9 +214,9 @@ def test_gated_units_are_candidates(name: str, storage: tuple[str, ...]) -> None
     assert remakings(session) == GATES[name][1]
 
 
-def calibrated(name: str, data: list[Tensor], width: int = 32) -> autoprec.Session:
-    """Of a gated unit in FP32, with storages in E4M3 and room for all noise."""
-    policy = autoprec.Policy(name="p", formats=["fp32"], objective="bytes", noise={"gradient": 1e3, "loss": 1e3},
+def calibrated(name: str, data: list[Tensor], width: int = 32, formats: Sequence[str] = ("fp32",)) -> autoprec.Session:
+    """Of a gated unit, with storages in E4M3 and room for all noise."""
+    policy = autoprec.Policy(name="p", formats=formats, objective="bytes", noise={"gradient": 1e3, "loss": 1e3},
                              storage={"formats": ("fp8_e4m3",)})  # fmt: skip
     model = Gated(GATES[name][0], width=width)
     autoprec.compile(model, policy=policy, batches=data, loss_fn=lambda m, x: m(x).square().mean(), events=None)
@@ -297,6 +299,27 @@ def test_however_factors_are_kept_the_peak_is_as_predicted(name: str) -> None:
             assert predicted == pytest.approx(measured, rel=0.005), picked
 
 
+@pytest.mark.parametrize("name", GATES)
+def test_in_whatever_formats_the_peak_is_as_predicted(name: str) -> None:
+    """All that may be is made again, each step of that in a format of its own: what one reads and makes is there, what
+    it was cast from is not."""
+    data = [torch.randn(2048, 6) for _ in range(2)]
+    session = calibrated(name, data, width=256, formats=("fp32", "bf16"))
+    proposals = propose(asked(session))
+    problem, tournament, chance = proposals.problem, tournament_of(session), random.Random(0)
+    tied = tied_groups(problem)
+    for _ in range(25):
+        choice = uniform_choice(problem, "fp32")
+        for unit in range(len(problem.units)):
+            choice = chance.choice([choice, *(changed for _, changed in flips(problem, choice, tied, unit))])
+        for i in problem.storable:
+            choice = choice.keeping(i, problem.tensors[i].storages[-1])
+        evaluation = evaluate(problem, choice)
+        plan = proposals.decisions(Solution(choice=choice, evaluation=evaluation, bound=0.0))
+        predicted, measured = evaluation.peak_bytes - problem.fixed_bytes, tournament.peak_of(plan)
+        assert predicted == pytest.approx(measured, rel=0.005), plan.assignments
+
+
 class Parts(nn.Module):
     """One product in three parts: a gate, what it gates, and a factor of the result, transposed."""
 
@@ -376,3 +399,34 @@ def test_tables_count_the_noise_of_sources(planted: bool, monkeypatch: pytest.Mo
     if planted:
         monkeypatch.setattr(Tabulated, "_inheriting", lambda *_: None)
     assert bool(disagreement(problem, np.random.default_rng(0))) is planted
+
+
+@pytest.mark.parametrize("forgotten", ["", "tables", "program", "neighbours"])
+@pytest.mark.parametrize("name", ["swiglu", "three factors"])
+def test_what_is_there_while_a_tensor_is_made_again_all_count_alike(
+    name: str, forgotten: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables, the program and neighbours as the evaluator: in random formats, and with random storages."""
+    torch.manual_seed(2)
+    data = [torch.randn(64, 6) for _ in range(2)]
+    problem = asked(calibrated(name, data, formats=("fp32", "bf16"))).problem
+    centre, rng, wrong = uniform_choice(problem, "fp32"), np.random.default_rng(0), set[str]()
+    if forgotten in ("tables", "program"):
+        monkeypatch.setattr({"tables": Tabulated, "program": Program}[forgotten], "_open", lambda *_: None)
+    if any(disagreement(problem, rng) for _ in range(10)):
+        wrong.add("tables")
+    neighbours = Neighbours(problem, centre)
+    if forgotten == "neighbours":
+        monkeypatch.setattr(Neighbours, "_part", lambda self, step, key: self._parts[key])
+    for _ in range(50):
+        choice = random_choice(problem, rng)
+        for i in problem.storable:
+            if rng.random() < 0.7:
+                choice = choice.keeping(i, problem.tensors[i].storages[-1])
+        said = evaluate(problem, choice)
+        if neighbours.evaluate(choice).bytes_at != said.bytes_at:
+            wrong.add("neighbours")
+        told = program_says(problem, choice)
+        if told is None or [problem.fixed_bytes + size for size in told[1]] != pytest.approx(said.bytes_at, rel=1e-6):
+            wrong.add("program")
+    assert wrong == ({forgotten} if forgotten else set())

@@ -7,6 +7,7 @@ held for its sake.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -144,17 +145,21 @@ class _Making:
                 if a.place not in values:
                     values[a.place] = read(a.place)
                 return values[a.place]
-            return results[a.step].to(a.dtype) if isinstance(a, MadeBefore) else a
+            if isinstance(a, MadeBefore) and a not in casts:
+                waiting[a.step] -= 1  # of what is cast for the last time, the cast alone is there while the step runs
+                casts[a] = (results[a.step] if waiting[a.step] else results.pop(a.step)).to(a.dtype)
+            return casts[a] if isinstance(a, MadeBefore) else a
 
+        waiting = Counter(p.step for s in self._steps for p in set(_places(s)) if isinstance(p, MadeBefore))
         for k, step in enumerate(self._steps):
+            casts: dict[MadeBefore, Tensor] = {}
             results[k] = step.function(*_each(step.args, given), **_each(dict(step.kwargs), given))
-            for there, place in ((values, Value), (results, MadeBefore)):
-                for i in {p[0] for p in _places(step) if isinstance(p, place)} - self._read_after(k, place):
-                    del there[i]
+            for i in {p.place for p in _places(step) if isinstance(p, Value)} - self._read_after(k):
+                del values[i]
         return results[len(self._steps) - 1]
 
-    def _read_after(self, step: int, place: type) -> set[int]:
-        return {p[0] for s in self._steps[step + 1 :] for p in _places(s) if isinstance(p, place)}
+    def _read_after(self, step: int) -> set[int]:
+        return {p.place for s in self._steps[step + 1 :] for p in _places(s) if isinstance(p, Value)}
 
 
 def _places(step: Step) -> list[Value | MadeBefore]:

@@ -161,9 +161,19 @@ class _Check:
                 raise InputError("a source is kept, and not made again", at=(*at, "noise", k, 0))
             check_storage(name, InputError, *at, "noise", k, 1)
             self.amount((*at, "noise", k, 2), relative)
+        for k, step in enumerate(remaking.steps):
+            for j, (unit, numel) in enumerate(step):
+                self.unit_index((*at, "steps", k, j, 0), unit)
+                self.amount((*at, "steps", k, j, 1), numel)
         self.energies((*at, "seconds"), remaking.seconds)
         if bool(t.gemms) == bool(t.others) or len(t.others) > 1:
             raise InputError("only what products of matrices keep, or one of two factors, is made again", at=at)
+        if (opening := remaking.opening) is not None:
+            if not t.others:
+                raise InputError("only a factor is opened", at=(*at, "opening"))
+            self.amounts((*at, "opening"), opening, "given_numel", "later_numel")
+            if opening.later is not None and opening.later not in self.problem.tensor_index:
+                raise InputError(f"there is no tensor {opening.later!r}", at=(*at, "opening", "later"))
         known = {name for name, _ in remaking.seconds}
         missing = [f for f in self.problem.formats_of(result_of(t.born)) if f not in known]
         if missing:

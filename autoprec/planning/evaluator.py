@@ -207,6 +207,8 @@ class Step:
                 self.seconds += 0.0 if storage == RECOMPUTED else p.cast_seconds(storage, f, saver.numel)
                 size = 0 if saver.in_pieces else saver.numel * bytes_of(f)
                 self.hold(f"{t.id} read again", "read again", then, then, size)
+        if storage == RECOMPUTED:
+            self.open(t)
         for moment in t.masks:
             self.hold(f"mask of {t.id}", "masks", moment, p.backward(moment), t.mask_bytes)
             self.saved += t.mask_bytes
@@ -233,6 +235,14 @@ class Step:
             self.hold_phases(
                 f"{t.id} made again", "made again", p.phase(first), p.cast_phase(last - 1), t.numel * bytes_of(made)
             )
+
+    def open(self, t: PlanTensor) -> None:
+        """What a tensor takes while it is made again, beyond what counts there anyway."""
+        if (opened := self.problem.opened(t)) is not None:
+            there = max(sum(n * bytes_of(self.result(u)) for u, n in step) for step in opened.steps)
+            counted = opened.numel + (opened.later_numel if opened.later in self.stored else 0)
+            more = max(0, there - counted * bytes_of(self.result(opened.other)))
+            self.hold_phases(f"{t.id} made again", "made again", opened.phase, opened.phase, more)
 
     def replacement(self, ours: Replacement) -> None:
         """What an op in FP32 holds more, and spares, if it keeps something narrow."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from autoprec.planning.codes import owner
+from autoprec.planning.codes import bytes_of, owner
 from autoprec.planning.linear import Linear, Rows
 from autoprec.planning.liveness import Demand, Way
 from autoprec.planning.values import Problem
@@ -29,6 +29,13 @@ class Holding(Rows):
         for f, k in zip(self.problem.formats_of(unit), self.y[owner(unit)], strict=True):
             if f == format_name:
                 total.add(k)
+        return total
+
+    def bytes_in(self, unit: int | None) -> Linear:
+        """Bytes of an element in the format of a unit."""
+        total = Linear()
+        for f in self.formats(unit):
+            total.add(self.is_in(unit, f), bytes_of(f))
         return total
 
     def formats(self, unit: int | None) -> tuple[str, ...]:

@@ -191,6 +191,7 @@ class Program(Holding):
             for phase in range(p.phase(first), 2 * last):
                 self.workspace.setdefault(phase, []).extend(held)
             self.remade[self.problem.tensor_index[t.id]] = made
+            self._open(t, binary)
         elif not t.in_parts:
             maker = copy_of(t.stored_by[1])
             self._one_of(binary, maker, {f: p.cast_seconds(f, storage, t.numel) for f in self.formats(maker)})
@@ -198,6 +199,27 @@ class Program(Holding):
             read = self._read(binary, storage, copy_of(saver.unit), saver.numel)
             if not saver.in_pieces:
                 self.workspace.setdefault(p.phase(p.backward(saver.moment)), []).extend(cast.held for cast in read)
+
+    def _open(self, t: PlanTensor, binary: int) -> None:
+        """`Step.open`."""
+        if (opened := self.problem.opened(t)) is None:
+            return
+        steps = [Linear() for _ in opened.steps]
+        for there, step in zip(steps, opened.steps, strict=True):
+            for unit, numel in step:
+                there.add(self.bytes_in(result_of(unit)), numel)
+        most = 4.0 * max(sum(numel for _, numel in step) for step in opened.steps)
+        other = self.bytes_in(result_of(opened.other))
+        counted = Linear().add(other, opened.numel)
+        if opened.later in self.stored:
+            unless = self.variable(0.0, upper=4.0)  # bytes of an element, unless the later one is stored
+            self.at_least(unless, Linear().add(other).add(self.stored[opened.later], -4.0))
+            counted.add(other, opened.later_numel).add(unless, -opened.later_numel)
+        more = self.variable(0.0)  # a share of the most that it may be
+        for there in steps:
+            beyond = there.add(counted, -1.0).add(Linear(-most)).add(binary, most)
+            self.at_least(more, Linear().add(beyond, 1.0 / most))
+        self.workspace.setdefault(opened.phase, []).append((Linear().add(more), most))
 
     def _replacement(self, ours: Replacement) -> None:
         """1 where the op is in FP32 and keeps one of the tensors narrow."""

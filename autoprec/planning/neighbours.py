@@ -139,6 +139,11 @@ def _readers(problem: Problem) -> tuple[list[set[_Key]], list[set[_Key]]]:
             by_tensor[i].add(("savers", i))
         if t.part_of is not None:
             by_tensor[t.part_of].add(("tensor", i))
+        if (opened := problem.opened(t)) is not None:
+            for unit in (opened.other, *(u for step in opened.steps for u, _ in step)):
+                reads(unit, ("tensor", i))
+            if opened.later is not None:
+                by_tensor[opened.later].add(("tensor", i))
         copied = (use.copied for use in t.savers)
         others = (use.instead[0] for use in t.gradient_readers if use.instead is not None)
         for unit in (t.born, *(use.unit for use in (*t.readers, *t.savers)), *copied, *others):

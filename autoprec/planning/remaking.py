@@ -10,7 +10,7 @@ the gradient of u, and what the product reads of both.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import inf, sqrt
 
@@ -80,11 +80,13 @@ class Remakings:
         known = tuple((source, f, added) for source, f, added in noise if added is not None)
         if len(known) < len(noise):
             return None
+        steps = tuple(self._steps(chain))
         return Remaking(
             made_from=chain.sources,
-            numel=self._numel(chain) if self._prices.storages else 0,
+            numel=sum(numel for _, numel in steps[-1]) - self._graph.tensor_by_id[root].numel,
             seconds=tuple((f, self._seconds(chain, f, is_factor=is_factor)) for f in self._formats(chain.ops[-1])),
             noise=known,
+            steps=() if self._graph.compiled else steps,
         )
 
     def _chain(self, root: str, most: int) -> _Chain | None:
@@ -117,6 +119,19 @@ class Remakings:
             else:
                 return None
         return _Chain(ops, tuple(reads)) if reads else None
+
+    def _steps(self, chain: _Chain) -> Iterator[tuple[tuple[int | None, int], ...]]:
+        """By op, (unit, elements) of what is there while it runs: of what it makes and reads, in its own format; and of
+        what was made or decoded before for one that comes later, in the format of that time."""
+        ops = list(dict.fromkeys(chain.ops))
+        made, decoded = {op.outputs[0] for op in ops}, {t for _, t, _ in chain.reads} if self._prices.storages else ()
+        reads = [{t for t in op.inputs if t in made or t in decoded} for op in ops]
+        there: dict[str, int | None] = {}
+        for k, op in enumerate(ops):
+            unit = self._unit_of.get((op.id, Role.OUTPUT))
+            later = set().union(*reads[k + 1 :])
+            there = {t: u for t, u in there.items() if t in later} | dict.fromkeys((*reads[k], *op.outputs), unit)
+            yield tuple((u, self._graph.tensor_by_id[t].numel) for t, u in there.items())
 
     def _numel(self, chain: _Chain) -> int:
         """Elements of what it starts from."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoprec.devices import Device
 from autoprec.graphs import ATTENTION, Op, Role
@@ -12,7 +12,7 @@ from autoprec.planning.kept_inputs import is_unfused, keeps_logits
 from autoprec.planning.noise import relative_error
 from autoprec.planning.remaking import Remakings
 from autoprec.planning.saved import PRODUCTS, logits_variance
-from autoprec.planning.uses import Remaking, Replacement, Saver
+from autoprec.planning.uses import Opening, Remaking, Replacement, Saver
 from autoprec.planning.values import PlanTensor
 from autoprec.planning.workspaces import Workspaces
 from autoprec.plans import KEPT, RECOMPUTED
@@ -93,6 +93,8 @@ class Stores:
         remaking = None
         if self._remakings is not None and (not others or self._is_factor(root)):
             remaking = self._remakings.of(root, is_factor=bool(others))
+            if remaking is not None and others:
+                remaking = replace(remaking, opening=self._opening(root))
         if remaking is not None:
             storages = (*storages, RECOMPUTED)
         if not storages or not makers or (others and root in self._changed):
@@ -112,6 +114,16 @@ class Stores:
         if len(savers) != 1 or savers[0].kind != "mul" or root not in savers[0].inputs:
             return False
         return [root_of[t] for t in savers[0].inputs].count(root) == 1
+
+    def _opening(self, root: str) -> Opening:
+        """What the only `mul` that keeps the tensor makes, and reads, after it."""
+        ((_, op),) = self._savers[root]
+        tensors = self._graph.tensor_by_id
+        given = sum(tensors[op.outputs[0]].numel for t in op.inputs if tensors[t].requires_grad)  # summed up later
+        first = op.inputs[0]
+        if first == root or self._roots.root_of[first] not in {self._roots.root_of[t] for t in op.saves}:
+            return Opening(given_numel=given)
+        return Opening(given_numel=given, later=self._roots.root_of[first], later_numel=tensors[first].numel)
 
     def replacements(self, tensors: Iterable[PlanTensor]) -> Iterator[Replacement]:
         """The ops that are ours where they keep one of the tensors narrow."""

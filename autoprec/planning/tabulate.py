@@ -18,6 +18,7 @@ from autoprec.planning.decisions import Decisions
 from autoprec.planning.pairs import Pairs, Part, stages
 from autoprec.planning.part_tables import PartTables
 from autoprec.planning.propagation import Propagation
+from autoprec.planning.remade_tables import RemadeTables
 from autoprec.planning.spans import Read, Sent, added, of_copies, of_gradients
 from autoprec.planning.tables import Copies, Entries, Group, Held, Noise, Pattern, Span, summed
 from autoprec.planning.uses import Replacement, Use
@@ -32,7 +33,7 @@ _Ints = npt.NDArray[np.int64]
 _Cast = tuple[_Ints, _Ints, _Floats, _Floats]
 
 
-class Tabulated(PartTables):
+class Tabulated(PartTables, RemadeTables):
     """All tables of a problem, in groups.
 
     Attributes:
@@ -69,7 +70,7 @@ class Tabulated(PartTables):
         makers: dict[str, Callable[..., Group]] = {
             "unit": self._units, "copies": self._copies, "store": self._stores, "other": self._others,
             "ours": self._replacements, "gemm": self._gemms, "noise": self._noises, "node": self._nodes,
-            "narrow": self._narrow, "again_row": self._inherited, "again_saver": self._inherited,
+            "narrow": self._narrow, "open": self._opened, "again_row": self._inherited, "again_saver": self._inherited,
         }  # fmt: skip
         for pattern, (scopes, figures) in self._found.items():
             entries = Entries(pattern)
@@ -122,6 +123,7 @@ class Tabulated(PartTables):
         if t.remaking is not None:
             first, last = p.made_again(t)
             figures += [p.phase(first), 2 * last, *self._vector(t.remaking.seconds)]
+            self._open(t, storage)
         born = -1 if t.remaking is None else of(t.born)
         self._record("store", [storage, of(unit), born], (len(t.masks), t.remaking is not None, t.in_parts), figures)
         for k, saver in enumerate(t.others):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Remaking", "Replacement", "Saver", "Use"]
+__all__ = ["Opening", "Remaking", "Replacement", "Saver", "Use"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +83,31 @@ class Replacement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Opening:
+    """Where a factor that is made again is made: before the `mul` that reads it makes anything, autograd reads all that
+    it kept, the second factor first.
+
+    Attributes:
+        given_numel: elements of the gradients that the `mul` makes afterwards.
+        later: id of the root tensor that is read after the factor, if that is kept; later_numel: elements of it.
+    """
+
+    given_numel: int
+    later: str | None = None
+    later_numel: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Remaking:
     """How a tensor is made again in the backward pass, for those who would keep it.
 
     Attributes:
         made_from: ids of the root tensors that it is made of, which others keep.
-        numel: elements of those that are read, where they may be kept narrow.
+        numel: elements that the op which makes it reads.
         seconds: by the format in which it is born.
+        steps: by op that runs for it, (unit, elements) of what is there then, in whose format; none where a compiler
+            makes one step of all.
+        opening: of a factor, where it is made.
         noise: (source, storage, relative variance): what keeping a source narrow adds to the result. Where all are kept
             as they are, what is made again is what was there.
     """
@@ -98,3 +116,5 @@ class Remaking:
     numel: int
     seconds: tuple[tuple[str, float], ...]
     noise: tuple[tuple[str, str, float], ...]
+    steps: tuple[tuple[tuple[int | None, int], ...], ...] = ()
+    opening: Opening | None = None

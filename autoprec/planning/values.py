@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from autoprec.devices import CastTiming
 from autoprec.errors import DeviceError
@@ -23,6 +23,7 @@ from autoprec.plans import is_parameter
 __all__ = [
     "Gemm",
     "GradientNode",
+    "Opened",
     "PlanTensor",
     "Problem",
     "Standing",
@@ -272,6 +273,19 @@ class WeightRow:
     passing: tuple[tuple[int, float], ...] = ()
 
 
+class Opened(NamedTuple):
+    """Where a tensor is made again: the phase, and by step (unit, elements) of what is there then; and elements of what
+    counts in this phase anyway, in the format of another unit: with `later_numel`, where the tensor `later` (index) is
+    kept in another way than it was."""
+
+    phase: int
+    steps: tuple[tuple[tuple[int | None, int], ...], ...]
+    other: int | None
+    numel: int
+    later: int | None = None
+    later_numel: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem(Phases):
     """Everything that solvers and the evaluator need, and nothing else.
@@ -361,6 +375,19 @@ class Problem(Phases):
         that would keep it."""
         moments = [self.backward(m) for m in (*(self.gemms[k].moment for k in t.gemms), *(s.moment for s in t.others))]
         return min(moments), max(moments)
+
+    def opened(self, t: PlanTensor) -> Opened | None:
+        """Where a tensor is made again, if that takes more than what counts there anyway."""
+        if t.remaking is None or not t.remaking.steps:
+            return None
+        remaking, opening = t.remaking, t.remaking.opening
+        if opening is None:  # a product of matrices counts what the last step reads and makes
+            first, _ = self.made_again(t)
+            return Opened(self.phase(first), remaking.steps, t.born, remaking.numel + t.numel)
+        (saver,) = t.others
+        later = None if opening.later is None else self.tensor_index[opening.later]
+        then, read = self.phase(self.backward(saver.moment)), saver.numel + opening.given_numel
+        return Opened(then, remaking.steps, saver.unit, read, later, opening.later_numel)
 
     def remade_for(self, gemm: Gemm) -> tuple[int, int]:
         """If its input is made again: elements of it that are there for its weight's gradient alone, and elements that

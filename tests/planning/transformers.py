@@ -212,7 +212,12 @@ class _Stretched:
         ids = [f"{t.id}@{n}" for t, n in self._copies(self.tensors, self.template.tensors)]
         moved = {s: ids[self.template.tensor_index[s] + k * self.tensors.each] for s in remaking.made_from}
         noise = tuple((moved[s], f, v) for s, f, v in remaking.noise)
-        return replace(remaking, made_from=tuple(moved.values()), noise=noise)
+        opening = remaking.opening
+        if opening is not None and opening.later is not None:
+            there = ids[self.template.tensor_index[opening.later] + k * self.tensors.each]
+            opening = replace(opening, later=there)
+        steps = tuple(tuple((self._moved(unit, k), n) for unit, n in step) for step in remaking.steps)
+        return replace(remaking, made_from=tuple(moved.values()), noise=noise, steps=steps, opening=opening)
 
     def _variance(self, i: int, k: int) -> int:
         """Those of gradients are numbered as tensors are, those of activations after them."""
