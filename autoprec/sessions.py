@@ -23,10 +23,11 @@ from autoprec.devices import Device
 from autoprec.errors import InputError, NonFiniteError, NotCapturedError, StateError
 from autoprec.events import EventLog
 from autoprec.execution import dispatch
+from autoprec.execution.calls import StepCalls
 from autoprec.execution.faults import Fault
 from autoprec.execution.freezing import FrozenParameters
 from autoprec.execution.lowering import Backend, Lowering
-from autoprec.execution.replay import CallRecord, in_backward, keep_gradients, record_call, written_to
+from autoprec.execution.replay import in_backward, keep_gradients, record_call, written_to
 from autoprec.execution.slots import Slot
 from autoprec.execution.stepping import StepGuard
 from autoprec.execution.takeover import Takeover
@@ -52,9 +53,6 @@ from autoprec.tracing.sites import SiteRegister
 from autoprec.tracing.templates import Template
 
 __all__ = ["Session", "session_of"]
-
-#: Calls of a step up to which more are kept for replay after a bad one.
-_MOST_CALLS = 64
 
 
 def session_of(model: nn.Module) -> Session:
@@ -115,7 +113,7 @@ class Session(Settling, Replanning, Resumable):
         self.unowned: set[Template] = set()
         self._observed = Observations(
             lambda s: describe_graph(
-                s, self.model, self._parameters, self._slots.values(), self.lowering, self._differentiated()
+                s, self.model, self._parameters, self._slots.values(), self.lowering, self._calls.differentiated()
             )
         )
         compiles = backend != "eager"
@@ -129,8 +127,7 @@ class Session(Settling, Replanning, Resumable):
         self._losses = LossWatch(self.policy.guard)
         self._takeover = Takeover(self.lowering, self.policy.monitor.takeover_steps)
         self._parts = Parts(self)
-        self._calls: list[CallRecord] = []
-        self._let_go: list[tuple[Binding, set[int]]] = []  # of good micro-batches: the outputs that were differentiated
+        self._calls = StepCalls()
         self._ran: set[Slot] = set()
         self._incident = ""
         self.faults: list[Fault] = []
@@ -268,40 +265,26 @@ class Session(Settling, Replanning, Resumable):
             slot.faults = self._faults_in(slot.binding)
         self._ran.add(slot)
         self._guard.covered.add(slot.binding.covers)
-        # Micro-batches that are known to be good nobody will replay, and what the loop has given up has no gradients.
-        # While the host asks a device how the one before went, that has this forward pass to do.
-        if len(self._calls).bit_count() == 1:  # not each time, of a cell that is called a thousand times
-            self._calls = [c for c in self._calls if not c.is_given_up]
-        returned = bool(self._calls) and all(c.is_over for c in self._calls)
-        on_cpu = next(iter(self._parameters.values())).is_cpu
+        self._calls.drop_given_up()
+        returned, on_cpu = self._calls.are_over, next(iter(self._parameters.values())).is_cpu
         if returned and on_cpu and self._guard.watch.verdict():
-            self._let_go_of(self._calls)
+            self._calls.let_go()
         record = record_call(slot.binding, arguments)
-        if len(self._calls) < _MOST_CALLS or not self._guard.watch.bad:
-            self._calls.append(record)
+        self._calls.add(record, after_a_bad_one=bool(self._guard.watch.bad))
         if self.calibrating and (told := self._provisional.weigh(slot, arguments, self._guard.optimizer_bytes)):
             self._log.add_once(self.steps, "warning", trigger="memory", evidence=told)
         outputs, how = self._observed.run(slot, arguments), self._observed.how_to_note(slot.binding)
         self._losses.look(record, outputs)
         self._observed.look(record, outputs)
+        # While the host asks a device how the micro-batch before went, that has this forward pass to do.
         if returned and not on_cpu and self._guard.watch.verdict():
-            self._let_go_of([c for c in self._calls if c is not record])
+            self._calls.let_go(but=record)
         keep_gradients(record, outputs, self._guard.covered, **how)
         return outputs
 
     def is_between_steps(self) -> bool:
         """Or the step in progress has nothing that waits for a backward pass, and is given up."""
-        waits = not all(call.is_given_up for call in self._calls)
-        return not self._guard.in_step or (not waits and self._guard.give_up())
-
-    def _let_go_of(self, calls: Sequence[CallRecord]) -> None:
-        self._let_go += ((call.binding, call.entered) for call in calls)
-        gone = set(map(id, calls))
-        self._calls = [call for call in self._calls if id(call) not in gone]
-
-    def _differentiated(self) -> list[tuple[Binding, set[int]]]:
-        """Of the calls of the step, the outputs that a gradient came to."""
-        return [*self._let_go, *((call.binding, call.entered) for call in self._calls)]
+        return not self._guard.in_step or (self._calls.are_given_up and self._guard.give_up())
 
     def _faults_in(self, binding: Binding) -> dict[fx.Node, Change]:
         attempt = self.steps + self.skipped_steps
@@ -314,8 +297,7 @@ class Session(Settling, Replanning, Resumable):
         """The first training forward after a boundary, or after the loop has given up what it had: is this step
         observed?"""
         self.forget_left()
-        self._calls.clear()
-        self._let_go.clear()
+        self._calls.begin()
         self._ran.clear()
         self._incident = ""
         self._frozen.thaw_trainable()  # Dynamo need not notice, and what nobody captures anew is not bound anew
