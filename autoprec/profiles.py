@@ -138,6 +138,11 @@ class RangeHistogram:
         edges = bin_lower_edges(self.bins)
         return float(self.moments[edges >= limit, 0].sum()) if self.amax > limit else 0.0
 
+    @property
+    def zeros(self) -> float:
+        """Σw over exact zeros, and over the bin that has them, where anything else is in it."""
+        return float(self.moments[self.bins == 0, 0].sum())
+
     def weight_below(self, limit: float) -> float:
         """Σw over 0 < |x| < limit, bins wholly below `limit`; exact zeros are not counted."""
         upper = bin_lower_edges(self.bins + 1)

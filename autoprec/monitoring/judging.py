@@ -14,7 +14,7 @@ from typing import NamedTuple
 from autoprec.floors import Rescaled, Trends, Verdict
 from autoprec.formats import FP32, Format, format_named
 from autoprec.graphs import Op, OpClass, OpGraph, Role
-from autoprec.monitoring.scaling import LEAST_ROOM_LOG2, RegionScales, gradient_ranges, rescaled
+from autoprec.monitoring.scaling import LEAST_ROOM_LOG2, RegionScales, gradient_ranges, rescaled, usual_scales
 from autoprec.planning.noise import current_scale_log2, error_energy
 from autoprec.planning.pricing import fp16_gradient_scale_log2
 from autoprec.planning.regions import summed_in_fp16
@@ -31,6 +31,9 @@ _HEADROOM_LOG2 = 2
 _NEAR_LOG2 = 6.0
 
 
+#: Of what was not zero in calibration, the share below which gradients look rounded to zero.
+_STARVED = 0.5
+
 #: Ops of a window whose figures are told.
 _MOST_FIGURES = 64
 
@@ -42,14 +45,15 @@ class _Read(NamedTuple):
 
     Attributes:
         scale_log2: from what was observed to what the op has.
-        observed_log2: what was observed of a gradient, to what it is.
+        usual_log2: from what calibration recorded, to what the op would have with the scale that suited that: with the
+            one that it has, gradients that are lost now were lost then.
     """
 
     tensor: str
     what: str
     format: str
     scale_log2: int = 0
-    observed_log2: int = 0
+    usual_log2: int = 0
 
 
 class Judge:
@@ -71,6 +75,7 @@ class Judge:
         self.plan, self.graph, self.window, self.limits = plan, graph, window, limits
         self._before, self._trends, self._scaling = before, trends or Trends(), scaling
         self._scales = self._ran = RegionScales(plan, graph)
+        self._usual = usual_scales(plan, graph, before)
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """The first verdict of every op, in this order: overflow (newly not finite, or beyond the format's largest
@@ -91,12 +96,15 @@ class Judge:
         if self._scaling != "regional" or not self.plan.regions:
             return self, ()
         unstable = () if near_alone else (v for v in self.verdicts() if v.format == "fp16" and v.role != Role.OUTPUT)
-        asked = [*unstable, *self._near()]
+        asked = [*unstable, *self._near(), *(() if near_alone else self._starved())]
 
         def first(region: Region) -> Verdict | None:
             return next((v for v in asked if v.op in region.ops), None)
 
         ranges = gradient_ranges(self.window, self._ran)
+        for t in (t for t, amax in ranges.items() if amax == 0.0):  # of what nothing is left calibration knows the size
+            known = self._known(_Read(t, "gradient", "fp16"))
+            ranges[t] = 0.0 if known is None else known.amax
         plan = rescaled(self.plan, self.graph, ranges, lambda region: first(region) is not None)
         if plan is self.plan:
             return self, ()
@@ -113,6 +121,21 @@ class Judge:
                     nearness = 2.0 ** -self._room_log2(read)
                     told = f"gradient of {read.tensor}: amax is {nearness:.2g} of fp16's largest number"
                     yield Verdict(op=op.id, format="fp16", trigger="range", evidence=told, role=Role.GRAD_INPUT)
+
+    def _starved(self) -> Iterator[Verdict]:
+        """Gradients that FP16 made, of which most that calibration saw are exactly zero: too small a scale may have
+        rounded them to that, which nobody can tell from the outside. A reason for a scale that suits what is left."""
+        for op in self.graph.ops:
+            for read in self._reads(op):
+                if read.what != "gradient" or read.format != "fp16" or not self._ran.is_made_in_fp16(read.tensor):
+                    continue
+                known, seen = self._known(read), self._seen(read)
+                if known is None or known.elements <= 0.0 or seen.elements <= 0.0:
+                    continue
+                usual, now = (1.0 - h.zeros / h.elements for h in (known, seen))
+                if now < _STARVED * usual:
+                    told = f"gradient of {read.tensor}: {1.0 - now:.2g} of it is zero, {1.0 - usual:.2g} in calibration"
+                    yield Verdict(op=op.id, format="fp16", trigger="underflow", evidence=told, role=Role.GRAD_INPUT)
 
     def incidents(self) -> tuple[Verdict, ...]:
         """Ops whose result is zero throughout, which it was not in calibration, though something that they read is
@@ -226,8 +249,8 @@ class Judge:
             carried = self._ran.carried(t)
             # Most gradients of parameters are made with FP32 sums, without the region's scale.
             for f in (("fp16",) if t in summed else ()) if is_parameter else backward:
-                own = self._scales.of(op.id) if f == "fp16" else 0
-                yield _Read(t, "gradient", f, own - carried, carried)
+                own, usual = (s.of(op.id) if f == "fp16" else 0 for s in (self._scales, self._usual))
+                yield _Read(t, "gradient", f, own - carried, usual)
 
     def _verdict(self, op: Op, read: _Read) -> Iterator[Verdict]:
         for trigger, evidence in self._problems(read, format_named(read.format), self._seen(read)):
@@ -249,7 +272,9 @@ class Judge:
         carried = self._ran.carried(t)
         amax = math.ldexp(found.gradients.amax, -carried)
         scale = fp16_gradient_scale_log2(amax) if self._scaling == "regional" else 0
-        read = _Read(t, "gradient", fmt.name, scale - carried, carried)
+        known = self._known(_Read(t, "gradient", fmt.name))
+        usual = fp16_gradient_scale_log2(known.amax) if self._scaling == "regional" and known is not None else 0
+        read = _Read(t, "gradient", fmt.name, scale - carried, usual)
         lost = (test(read, fmt, found.gradients, 0.5) for test in (self._underflow, self._noise))
         return amax <= math.ldexp(fmt.max_value, -scale - _HEADROOM_LOG2) and not any(lost)
 
@@ -293,7 +318,7 @@ class Judge:
         frac = found.weight_below(smallest) / found.elements
         limit = self.limits.underflow_frac * share
         known = self._known(read)
-        least = math.ldexp(smallest, -read.observed_log2)
+        least = math.ldexp(smallest, read.scale_log2 - read.usual_log2)
         usual = 0.0 if known is None or known.elements <= 0.0 else known.weight_below(least) / known.elements
         if frac <= max(limit, 2.0 * usual):
             return None
@@ -305,7 +330,7 @@ class Judge:
         if known is None or known.energy <= 0.0 or found.energy <= 0.0:
             return None
         now = _noise_db(found, fmt, read.scale_log2)
-        usual = _noise_db(known, fmt, read.scale_log2 + read.observed_log2)
+        usual = _noise_db(known, fmt, read.usual_log2)
         drop, limit = now - usual, self.limits.sqnr_drop_db * share
         if drop <= limit:
             return None

@@ -21,6 +21,7 @@ __all__ = [
     "rescaled",
     "scaled_tensors",
     "summed_parameters",
+    "usual_scales",
 ]
 
 
@@ -46,8 +47,18 @@ class RegionScales:
 
     def carried(self, tensor: str) -> int:
         """What the gradient of a tensor carries where it is seen: the scale of the region that it was made in."""
-        producer = self._graph.producer.get(tensor, "")
-        return self.of(producer) if self._plan.format_of.get((producer, Role.OUTPUT)) == "fp16" else 0
+        return self.of(self._graph.producer.get(tensor, "")) if self.is_made_in_fp16(tensor) else 0
+
+    def is_made_in_fp16(self, tensor: str) -> bool:
+        """Whether the gradient of a tensor is in FP16 where it is seen."""
+        return self._plan.format_of.get((self._graph.producer.get(tensor, ""), Role.OUTPUT)) == "fp16"
+
+
+def usual_scales(plan: Plan, graph: OpGraph, before: Profile | None) -> RegionScales:
+    """The scales that suited the gradients of calibration."""
+    known = () if before is None else before.tensors
+    amax_of = {t.id: t.gradients.amax for t in known if t.gradients is not None}
+    return RegionScales(replace(plan, regions=tuple(_suited(r, plan, graph, amax_of) for r in plan.regions)), graph)
 
 
 def gradient_ranges(window: Profile, scales: RegionScales) -> dict[str, float]:
@@ -77,19 +88,24 @@ def rescaled(
     region whose gradients nobody has seen keeps its own; one with a sum that nobody has seen gets no larger one."""
 
     def chosen(region: Region) -> Region:
-        found = [(amax_of[t], t) for t in scaled_tensors(region, plan, graph) if amax_of.get(t, 0.0) > 0.0]
-        if not found or not wanted(region):
-            return region
-        amax, where = max(found)
-        scale = fp16_gradient_scale_log2(amax, min(found)[0])
-        if any(t not in amax_of for t in _sums(region, plan, graph)):
-            scale = min(scale, region.scale_log2)
-        if scale == region.scale_log2:
-            return region
-        return replace(region, scale_log2=scale, reason=told_scale(amax, f"{where}, in a window", scale))
+        best = _suited(region, plan, graph, amax_of) if wanted(region) else region
+        unseen = any(t not in amax_of for t in _sums(region, plan, graph))
+        return region if unseen and best.scale_log2 > region.scale_log2 else best
 
     regions = tuple(map(chosen, plan.regions))
     return plan if regions == plan.regions else replace(plan, regions=regions)
+
+
+def _suited(region: Region, plan: Plan, graph: OpGraph, amax_of: Mapping[str, float]) -> Region:
+    """The region with the scale that suits these gradients; itself where none of them was seen."""
+    found = [(amax_of[t], t) for t in scaled_tensors(region, plan, graph) if amax_of.get(t, 0.0) > 0.0]
+    if not found:
+        return region
+    (amax, where), (least, _) = max(found), min(found)
+    scale = fp16_gradient_scale_log2(amax, least)
+    if scale == region.scale_log2:
+        return region
+    return replace(region, scale_log2=scale, reason=told_scale(amax, f"{where}, in a window", scale))
 
 
 def adapted(plan: Plan, before: Plan, graph: OpGraph, amax_of: Mapping[str, float]) -> Plan:
