@@ -9,12 +9,13 @@ from autoprec.formats import result_format
 from autoprec.planning.codes import bytes_of, result_of
 from autoprec.planning.linear import Linear
 from autoprec.planning.pairs import Part, stages
-from autoprec.planning.values import Gemm
+from autoprec.planning.values import Gemm, Steps
+from autoprec.plans import RECOMPUTED
 
 if TYPE_CHECKING:
     from autoprec.planning.milp import Program
 
-__all__ = ["Cast", "CopyHeld", "Operand", "backward_of", "plain_product"]
+__all__ = ["Cast", "CopyHeld", "Operand", "backward_of", "most_of", "plain_product"]
 
 #: Copies that are there or not, and their bytes.
 CopyHeld = tuple[Linear, float]
@@ -62,7 +63,7 @@ def backward_of(program: Program, gemm: Gemm) -> list[list[CopyHeld]]:
     order.append((plain, p.one_after_the_other(gemm, "fp32", plain=True)))
     early = [(case, float(there)) for case, (there, _) in order]
     late = [(case, -float(not_there)) for case, (_, not_there) in order]
-    own, read = p.remade_for(gemm)
+    own, steps = p.remade_for(gemm)
     again = program.remade.get(gemm.x, {}).items()
     late += [(e, float(own * bytes_of(f))) for f, e in again]
     not_yet = [
@@ -74,9 +75,19 @@ def backward_of(program: Program, gemm: Gemm) -> list[list[CopyHeld]]:
               [*cast, *early], [*own_weight, *_lasting(gemm, of_weight, gemm.of_weight), *late],
               *([brief, *not_yet, *early] for brief in _before(gemm, of_input, gemm.of_input)),
               *([brief, *late] for brief in _before(gemm, of_weight, gemm.of_weight))]  # fmt: skip
-    if read:
-        phases.append([*((e, float(read * bytes_of(f))) for f, e in again), *late])
+    made_again = [(e, -float(p.tensors[gemm.x].numel * bytes_of(f))) for f, e in again]  # counts where it is held
+    most = most_of(steps)
+    for step in steps:
+        there = program.variable(0.0)  # a share of the most that it may be
+        expected = program.bytes_of(step).add(Linear(-most)).add(program.s[gemm.x, RECOMPUTED], most)
+        program.at_least(there, Linear().add(expected, 1.0 / most))
+        phases.append([(Linear().add(there), most), *made_again, *late])
     return phases
+
+
+def most_of(steps: Steps) -> float:
+    """Bytes that are there in one of the steps at most, whatever the formats."""
+    return 4.0 * max((sum(numel for _, numel in step) for step in steps), default=0)
 
 
 def plain_product(program: Program, gemm: Gemm) -> Linear:

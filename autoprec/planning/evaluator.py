@@ -12,7 +12,7 @@ from autoprec.planning.codes import bytes_of, rounds_again
 from autoprec.planning.pairs import Part, stages
 from autoprec.planning.solutions import Choice, Evaluation
 from autoprec.planning.uses import Replacement, Saver, Use
-from autoprec.planning.values import Gemm, GradientNode, PlanTensor, Problem
+from autoprec.planning.values import Gemm, GradientNode, PlanTensor, Problem, Steps
 from autoprec.plans import RECOMPUTED, Violation
 
 __all__ = ["SECONDARY", "TERTIARY", "Step", "evaluate", "judged", "objective_of"]
@@ -236,12 +236,15 @@ class Step:
                 f"{t.id} made again", "made again", p.phase(first), p.cast_phase(last - 1), t.numel * bytes_of(made)
             )
 
+    def largest(self, steps: Steps) -> int:
+        """Bytes that are there in one of the steps at most."""
+        return max(sum(n * bytes_of(self.result(u)) for u, n in step) for step in steps)
+
     def open(self, t: PlanTensor) -> None:
-        """What a tensor takes while it is made again, beyond what counts there anyway."""
-        if (opened := self.problem.opened(t)) is not None:
-            there = max(sum(n * bytes_of(self.result(u)) for u, n in step) for step in opened.steps)
+        """What a factor takes while it is made again, beyond what counts there anyway."""
+        if (opened := self.problem.opened(t)) is not None and opened.steps:
             counted = opened.numel + (opened.later_numel if opened.later in self.stored else 0)
-            more = max(0, there - counted * bytes_of(self.result(opened.other)))
+            more = max(0, self.largest(opened.steps) - counted * bytes_of(self.result(opened.unit)))
             self.hold_phases(f"{t.id} made again", "made again", opened.phase, opened.phase, more)
 
     def replacement(self, ours: Replacement) -> None:
@@ -289,9 +292,11 @@ class Step:
         held[0] = max(held[0], _before(gemm, of_input, gemm.of_input) - not_yet)
         held[1] = max(held[1], _before(gemm, of_weight, gemm.of_weight))
         if self.storage_of(gemm) == RECOMPUTED:
-            there, made_of = (size * bytes_of(self.format_kept(gemm)) for size in p.remade_for(gemm))
-            held[1] += there
-            held.append(there + made_of)  # what it is made of is gone when the product begins
+            own, steps = p.remade_for(gemm)
+            width = bytes_of(self.format_kept(gemm))
+            held[1] += own * width
+            if steps:  # what it is made of is gone when the product begins
+                held.append(self.largest(steps) + (own - p.tensors[gemm.x].numel) * width)
         if gemm.pairs:
             held = [self.of_two(gemm)]
         roles = (gemm.output, gemm.grad_input, gemm.grad_weight)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from autoprec.planning.codes import bytes_of, owner
+from autoprec.planning.codes import bytes_of, owner, result_of
 from autoprec.planning.linear import Linear, Rows
 from autoprec.planning.liveness import Demand, Way
 from autoprec.planning.values import Problem
@@ -36,6 +36,13 @@ class Holding(Rows):
         total = Linear()
         for f in self.formats(unit):
             total.add(self.is_in(unit, f), bytes_of(f))
+        return total
+
+    def bytes_of(self, step: Iterable[tuple[int | None, int]]) -> Linear:
+        """Bytes of what is there in a step, by (unit, elements)."""
+        total = Linear()
+        for unit, numel in step:
+            total.add(self.bytes_in(result_of(unit)), numel)
         return total
 
     def formats(self, unit: int | None) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from autoprec.formats import is_scaled, result_format
 from autoprec.graphs import Role
-from autoprec.planning.backward_rows import Cast, CopyHeld, Operand, backward_of, plain_product
+from autoprec.planning.backward_rows import Cast, CopyHeld, Operand, backward_of, most_of, plain_product
 from autoprec.planning.codes import bytes_of, copy_of, other_operand_of, result_of, rounds_again
 from autoprec.planning.evaluator import SECONDARY, TERTIARY
 from autoprec.planning.holding import Holding
@@ -202,22 +202,18 @@ class Program(Holding):
 
     def _open(self, t: PlanTensor, binary: int) -> None:
         """`Step.open`."""
-        if (opened := self.problem.opened(t)) is None:
+        if (opened := self.problem.opened(t)) is None or not opened.steps:
             return
-        steps = [Linear() for _ in opened.steps]
-        for there, step in zip(steps, opened.steps, strict=True):
-            for unit, numel in step:
-                there.add(self.bytes_in(result_of(unit)), numel)
-        most = 4.0 * max(sum(numel for _, numel in step) for step in opened.steps)
-        other = self.bytes_in(result_of(opened.other))
+        other = self.bytes_in(result_of(opened.unit))
         counted = Linear().add(other, opened.numel)
         if opened.later in self.stored:
             unless = self.variable(0.0, upper=4.0)  # bytes of an element, unless the later one is stored
             self.at_least(unless, Linear().add(other).add(self.stored[opened.later], -4.0))
             counted.add(other, opened.later_numel).add(unless, -opened.later_numel)
+        most = most_of(opened.steps)
         more = self.variable(0.0)  # a share of the most that it may be
-        for there in steps:
-            beyond = there.add(counted, -1.0).add(Linear(-most)).add(binary, most)
+        for step in opened.steps:
+            beyond = self.bytes_of(step).add(counted, -1.0).add(Linear(-most)).add(binary, most)
             self.at_least(more, Linear().add(beyond, 1.0 / most))
         self.workspace.setdefault(opened.phase, []).append((Linear().add(more), most))
 

@@ -140,7 +140,7 @@ def _readers(problem: Problem) -> tuple[list[set[_Key]], list[set[_Key]]]:
         if t.part_of is not None:
             by_tensor[t.part_of].add(("tensor", i))
         if (opened := problem.opened(t)) is not None:
-            for unit in (opened.other, *(u for step in opened.steps for u, _ in step)):
+            for unit in (opened.unit, *(u for step in opened.steps for u, _ in step)):
                 reads(unit, ("tensor", i))
             if opened.later is not None:
                 by_tensor[opened.later].add(("tensor", i))
@@ -155,6 +155,8 @@ def _readers(problem: Problem) -> tuple[list[set[_Key]], list[set[_Key]]]:
             reads(unit, ("gemm", k), ("noise", k))
         again = [("gemm", k)] if problem.tensors[gemm.x].remaking is not None else []
         reads(problem.tensors[gemm.x].born, ("noise", k), *again)
+        for unit in (unit for step in problem.remade_for(gemm)[1] for unit, _ in step):
+            reads(unit, ("gemm", k))
         by_tensor[gemm.x] |= {("gemm", k), ("noise", k)}
     for i, noise in problem.inherited.items():
         t = problem.tensors[i]

@@ -21,6 +21,7 @@ from autoprec.planning.flow import Flow
 from autoprec.planning.noise import current_scale_log2, relative_error
 from autoprec.planning.saved import relative_change
 from autoprec.planning.uses import Remaking
+from autoprec.planning.values import Steps
 
 __all__ = ["Remakings", "is_repeatable"]
 
@@ -83,7 +84,7 @@ class Remakings:
         steps = tuple(self._steps(chain))
         return Remaking(
             made_from=chain.sources,
-            numel=sum(numel for _, numel in steps[-1]) - self._graph.tensor_by_id[root].numel,
+            numel=self._read(chain, steps),
             seconds=tuple((f, self._seconds(chain, f, is_factor=is_factor)) for f in self._formats(chain.ops[-1])),
             noise=known,
             steps=() if self._graph.compiled else steps,
@@ -132,6 +133,12 @@ class Remakings:
             later = set().union(*reads[k + 1 :])
             there = {t: u for t, u in there.items() if t in later} | dict.fromkeys((*reads[k], *op.outputs), unit)
             yield tuple((u, self._graph.tensor_by_id[t].numel) for t, u in there.items())
+
+    def _read(self, chain: _Chain, steps: Steps) -> int:
+        """Elements that the last op reads. A compiler, of what is made on the way, writes nothing."""
+        if self._graph.compiled:
+            return self._numel(chain) if self._prices.storages else 0
+        return sum(numel for _, numel in steps[-1]) - self._graph.tensor_by_id[chain.ops[-1].outputs[0]].numel
 
     def _numel(self, chain: _Chain) -> int:
         """Elements of what it starts from."""

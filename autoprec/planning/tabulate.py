@@ -345,12 +345,17 @@ class Tabulated(PartTables, RemadeTables):
         for there, numel in ((gemm.of_input, gemm.out_numel), (gemm.of_weight, gemm.out_numel),
                           (gemm.of_weight, gemm.read_numel)):  # fmt: skip
             pieces += [float(there(numel, f)) for f in self.decisions.formats]
+        own, steps = p.remade_for(gemm)
+        made_numel = p.tensors[gemm.x].numel if steps else 0
         figures = [gemm.x_numel, gemm.out_numel, gemm.operands_numel, p.phase(p.backward(gemm.moment)), *workspace,
-                   *pieces, *chain.from_iterable(gemm.pairs), *p.remade_for(gemm), gemm.weight_bytes, gemm.read_numel,
+                   *pieces, *chain.from_iterable(gemm.pairs), own, made_numel, gemm.weight_bytes, gemm.read_numel,
                    *gemm.plain_extra, p.phase(p.backward(summed_at)), summed]  # fmt: skip
         born = of(p.tensors[gemm.x].born)
         again = born if storage is not None and p.tensors[gemm.x].remaking is not None else -1
-        self._record("gemm", [made, h, g, stored, again], present, figures)
+        places = [made, h, g, stored, again]
+        of_steps, steps = self._steps(places, steps if storage is not None else ())
+        self._record("gemm", [*places, *of_steps], (*present, tuple(map(len, steps))),
+                     [*(numel for step in steps for _, numel in step), *figures])  # fmt: skip
         for r in rows:
             limit = p.rows[r].limit
             self._record("noise", [made, g, born, stored], (storage is not None,),
@@ -360,8 +365,10 @@ class Tabulated(PartTables, RemadeTables):
                 self._inheriting(gemm.x, "again_row", r, gemm.x_energy / limit)
 
     def _gemms(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
-        places, stored, has_input, has_weight, reads_again, emulated, count = pattern.reads
-        own, h, g, kept, born = (entries.format(place) for place in places)
+        places, stored, has_input, has_weight, reads_again, emulated, count, lengths = pattern.reads
+        own, h, g, kept, born = (entries.format(place) for place in places[:5])
+        made_of = self._largest(entries, places[5:], figures, lengths)
+        figures = figures[sum(lengths) :]
         again = kept == self._again
         kept = np.where(again, self._result[born], kept)
         made, beside = self._result[own], self._copy[self._beside[g]]
@@ -403,12 +410,13 @@ class Tabulated(PartTables, RemadeTables):
         held[0] = np.maximum(held[0], before[0] - not_yet)
         held[1] = np.maximum(held[1], before[1])
         plain = (own == 0) & (h == 0) & (g == 0) & ~there
-        there, made_of = (amount[:, None] * width[kept] * again for amount in figures[-8:-6])
+        there, made_again = (amount[:, None] * width[kept] * again for amount in figures[-8:-6])
         both = ~plain if has_input and has_weight else np.zeros(entries.count, np.bool_)
         extra_input, extra_weight = figures[-4:-2]
         early = figures[-6][:, None] * both + extra_input[:, None] * plain
         late = x[:, None] * width[made] * both - extra_weight[:, None] * plain
-        phases: tuple[_Floats, ...] = (held[0] + early, held[1] + there - late, there + made_of - late)
+        making = there + made_of * again - made_again
+        phases: tuple[_Floats, ...] = (held[0] + early, held[1] + there - late, making - late)
         if pairs:
             workspace = np.where(np.isin(back, emulated), figures[4][:, None], figures[4 : 4 + n][h].T)
             two = self._of_two(workspace, out, pairs, x, (made, back, kept_as, beside_h), emulated)

@@ -27,6 +27,7 @@ __all__ = [
     "PlanTensor",
     "Problem",
     "Standing",
+    "Steps",
     "Unit",
     "WeightRow",
 ]
@@ -273,17 +274,21 @@ class WeightRow:
     passing: tuple[tuple[int, float], ...] = ()
 
 
+#: By op that runs for a tensor that is made again, (unit, elements) of what is there then.
+Steps = tuple[tuple[tuple[int | None, int], ...], ...]
+
+
 class Opened(NamedTuple):
-    """Where a tensor is made again: the phase, and by step (unit, elements) of what is there then; and elements of what
-    counts in this phase anyway, in the format of another unit: with `later_numel`, where the tensor `later` (index) is
-    kept in another way than it was."""
+    """Where a factor is made again: the phase, the steps of that; the unit of the `mul` that reads it, and elements
+    that count in this phase in the format of that: with `later_numel`, where the tensor `later` (index) is kept in
+    another way than it was."""
 
     phase: int
-    steps: tuple[tuple[tuple[int | None, int], ...], ...]
-    other: int | None
+    steps: Steps
+    unit: int | None
     numel: int
-    later: int | None = None
-    later_numel: int = 0
+    later: int | None
+    later_numel: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,27 +382,24 @@ class Problem(Phases):
         return min(moments), max(moments)
 
     def opened(self, t: PlanTensor) -> Opened | None:
-        """Where a tensor is made again, if that takes more than what counts there anyway."""
-        if t.remaking is None or not t.remaking.steps:
+        """Where a tensor is made again as a factor; None where it is not."""
+        if t.remaking is None or (opening := t.remaking.opening) is None:
             return None
-        remaking, opening = t.remaking, t.remaking.opening
-        if opening is None:  # a product of matrices counts what the last step reads and makes
-            first, _ = self.made_again(t)
-            return Opened(self.phase(first), remaking.steps, t.born, remaking.numel + t.numel)
         (saver,) = t.others
         later = None if opening.later is None else self.tensor_index[opening.later]
         then, read = self.phase(self.backward(saver.moment)), saver.numel + opening.given_numel
-        return Opened(then, remaking.steps, saver.unit, read, later, opening.later_numel)
+        return Opened(then, t.remaking.steps, saver.unit, read, later, opening.later_numel)
 
-    def remade_for(self, gemm: Gemm) -> tuple[int, int]:
-        """If its input is made again: elements of it that are there for its weight's gradient alone, and elements that
-        it is made of for this GEMM. The first one to go backward makes it, the last one needs it last."""
+    def remade_for(self, gemm: Gemm) -> tuple[int, Steps]:
+        """If its input is made again: elements of it that are there for its weight's gradient alone, and the steps of
+        making it for this GEMM. The first one to go backward makes it, the last one needs it last."""
         t = self.tensors[gemm.x]
-        if t.remaking is None:
-            return 0, 0
+        if t.remaking is None or gemm.number not in t.gemms:
+            return 0, ()
         first, last = self.made_again(t)
         moment = self.backward(gemm.moment)
-        return (t.numel if moment == last else 0), (t.remaking.numel if moment == first else 0)
+        steps = t.remaking.steps or (((t.born, t.remaking.numel + t.numel),),)  # compiled it is one
+        return (t.numel if moment == last else 0), (steps if moment == first else ())
 
     def one_after_the_other(self, gemm: Gemm, format_name: str, *, plain: bool) -> tuple[int, int]:
         """Where a GEMM makes the weight's gradient before the input's, bytes of the former, which is there then, and of
