@@ -245,14 +245,17 @@ class Session(Settling, Replanning, Resumable):
         self._guard.buffers.watch({fqn: self._parameters[fqn] for fqn in fqns})
         trainable = any(self._parameters[f].requires_grad for f in binding.parameters.values())
         trains = trainable and torch.is_grad_enabled()
-        slot = Slot(binding=binding, trains=trains, lowering=self.lowering, tell=self._tell_refused)
+        slot = Slot(binding, trains, self.lowering, tell=self._tell_refused, tell_unmade=self._tell_unmade)
         slot.adopt(self.plan, self._device_type, compiled=self._takeover.due_step is None)
         if self.plan and self.graph and trainable and (late := refusals.unplanned(binding, self.graph)):
-            self._event("warning", trigger="unplanned", evidence=late)
+            self._log.add_once(self.steps, "warning", trigger="unplanned", evidence=late)
         return slot
 
     def _tell_refused(self, why: str) -> None:
         self._event("warning", trigger="lowering", evidence=f"{why}; runs uncompiled under this plan")
+
+    def _tell_unmade(self, why: str) -> None:
+        self._log.add_once(self.steps, "warning", trigger="kept", evidence=f"{why}; in that graph it is kept as it is")
 
     @property
     def _device_type(self) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from autoprec.execution.checking import CheckingInterpreter
 from autoprec.execution.dry_run import dry_run, size_hint
 from autoprec.execution.lowering import Compiled, KeptTensor, PassBytes, RefusedError
+from autoprec.execution.undifferentiated import Reach
 from autoprec.numerics.compilers import OF_TENSOR
 from autoprec.numerics.dtypes import dtype_of, has_dtype
 from autoprec.numerics.frozen import NarrowParameter, format_held, narrow_like
@@ -80,11 +81,14 @@ class Inductor:
         sizes = tuple(int(arguments[i]) for i in self._symbols)
         held = tuple((i, format_held(p := arguments[i]), p.requires_grad) for i in self._living)
         run, holds = self._of(held)
-        if holds(sizes):
-            return run(*arguments)
-        if (held, sizes) not in self._special:
-            self._special[held, sizes] = self._compile(list(arguments))
-        return self._special[held, sizes](*arguments)
+        if not holds(sizes):
+            if (held, sizes) not in self._special:
+                self._special[held, sizes] = self._compile(list(arguments))
+            run = self._special[held, sizes]
+        results = run(*arguments)
+        if self._reach.differs and torch.is_grad_enabled():
+            self._reach.watch(arguments, results)
+        return results
 
     def _compile_with_symbols(self, held: _Held) -> tuple[Callable[..., Any], Callable[..., bool]]:
         mode = detect_fake_mode(self._fakes)
@@ -139,6 +143,10 @@ class Inductor:
             )
         )
         return run
+
+    @cached_property
+    def _reach(self) -> Reach:
+        return Reach(self._binding.template.module.graph, self._differentiable)
 
     @property
     def _differentiable(self) -> list[int]:

@@ -32,6 +32,7 @@ class Slot:
         calls: how often it ran.
         faults: what is done otherwise on purpose in the step in progress, by captured node; it then runs node by node.
         tell: is called with why the compiler refused sizes that came; the graph runs as it is from then on.
+        tell_unmade: is called with why a graph that trains keeps a tensor that the plan has made again.
     """
 
     binding: Binding
@@ -43,6 +44,7 @@ class Slot:
     calls: int = 0
     faults: Mapping[fx.Node, Change] = field(default_factory=dict)
     tell: Callable[[str], object] = lambda _: None
+    tell_unmade: Callable[[str], object] = lambda _: None
     _proven: Runner | None = field(default=None, init=False)  # what has run
 
     def __post_init__(self) -> None:
@@ -53,6 +55,8 @@ class Slot:
         self.plan, self.rewritten = plan, None
         if plan is not None and not plan.is_identity:
             self.rewritten = rewrite(self.binding, plan, device_type)
+            for why in self.rewritten.unmade.values() if self.trains else ():
+                self.tell_unmade(why)
         self.runner = self.lowering.runs(self.binding, plan, self.rewritten, compiled=compiled)
 
     def lower(self) -> None:

@@ -15,7 +15,7 @@ from autoprec.numerics.compilers import is_traced
 from autoprec.numerics.double_backward import refuse_double_backward
 from autoprec.numerics.packing import piece_numel, pieces
 
-__all__ = ["cast", "enter_region", "leave_region", "saturating_cast", "scaled_cast"]
+__all__ = ["cast", "enter_region", "leave_region", "saturating_cast", "scaled_cast", "within"]
 
 #: Elements whose multiplication takes as long as the calls that it takes (docs/measurements/pieces.md).
 _LEAST_PIECE = 1 << 14
@@ -28,8 +28,15 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` in `dtype`; finite magnitudes beyond its largest value become that value, ±inf stays ±inf."""
+    return within(x, dtype).to(dtype)
+
+
+def within(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x`, finite magnitudes beyond the largest value of `dtype` as that value."""
     limit = torch.finfo(dtype).max
-    return torch.where(x.isinf(), x, x.clamp(-limit, limit)).to(dtype)
+    if limit >= torch.finfo(x.dtype).max:
+        return x
+    return torch.where(x.isinf(), x, x.clamp(-limit, limit))
 
 
 def scaled_cast(x: Tensor, scale_log2: int, dtype: torch.dtype) -> Tensor:

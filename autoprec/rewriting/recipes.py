@@ -17,7 +17,15 @@ from autoprec.numerics.specs import NORM_SIGNATURE
 from autoprec.planning.remaking import is_repeatable
 from autoprec.rewriting.calls import Method, With
 
-__all__ = ["Shown", "Written", "recipe_of"]
+__all__ = ["Shown", "UnmadeError", "Written", "recipe_of"]
+
+
+class UnmadeError(PlanError):
+    """A graph cannot make a tensor again as the plan says: `why`, and what to do about it."""
+
+    def __init__(self, why: str, instead: str = "") -> None:
+        super().__init__(f"{why}: {instead}" if instead else why)
+        self.why = why
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +51,7 @@ def recipe_of(
     produced: Collection[str], bases_of: Callable[[str], Collection[str]],
 ) -> tuple[list[Step], list[fx.Node]]:  # fmt: skip
     """(steps, the values that they read); `produced`: tensors that ops make; `bases_of`: a tensor and all whose
-    memory it is in. `PlanError` where the tensor cannot be made of those that the plan names."""
+    memory it is in. `UnmadeError` where the tensor cannot be made of those that the plan names."""
     steps: list[Step] = []
     number: dict[str, int] = {}
     sources = frozenset(made_from)
@@ -53,10 +61,8 @@ def recipe_of(
         call = written.get(wanted)
         if call is None or not is_repeatable(call.kind):
             what = "is made by no op that may run again" if call is None else f"is made by {call.kind}"
-            raise PlanError(
-                f"the plan has {tensor} recomputed from {', '.join(made_from)}, but {wanted} {what}: keep {tensor} in a"
-                " format, or as it is"
-            )
+            why = f"the plan has {tensor} recomputed from {', '.join(made_from)}, but {wanted} {what}"
+            raise UnmadeError(why, f"keep {tensor} in a format, or as it is")
         args, kwargs = fx.node.map_arg((call.args, dict(call.kwargs)), place)
         steps.append(_without_side_effects(call, args, kwargs))
         return len(steps) - 1

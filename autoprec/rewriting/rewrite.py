@@ -15,7 +15,7 @@ What holds afterwards:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ from torch import fx
 from autoprec.errors import PlanError
 from autoprec.formats import is_operands_only, is_scaled, result_format
 from autoprec.graphs import ATTENTION, OpClass, Role, shared_path
-from autoprec.numerics.casts import cast, enter_region, leave_region, saturating_cast
+from autoprec.numerics.casts import cast, enter_region, leave_region, within
 from autoprec.numerics.contractions import Contraction, weighted_product
 from autoprec.numerics.dtypes import dtype_of
 from autoprec.numerics.gemm import matmul
@@ -57,10 +57,12 @@ _FP32 = "fp32"
 
 @dataclass(frozen=True, eq=False)
 class Rewritten:
-    """A rewritten graph and, for observation, which captured node each value comes from."""
+    """A rewritten graph and, for observation, which captured node each value comes from. `unmade`: by tensor that the
+    plan has made again, and that this graph keeps as it is, why."""
 
     module: fx.GraphModule
     origin: dict[fx.Node, fx.Node]
+    unmade: Mapping[str, str]
 
 
 def rewrite(binding: Binding, plan: Plan, device_type: str) -> Rewritten:
@@ -107,7 +109,8 @@ class _Rewriter(Storing):
                 self.visit_plain(node)
         self.graph.lint()
         module, went = fold(self.graph, self.within, root)
-        return Rewritten(module=module, origin={went[new]: node for new, node in self.origin.items()})
+        origin = {went[new]: node for new, node in self.origin.items()}
+        return Rewritten(module=module, origin=origin, unmade=self.unmade)
 
     def visit_plain(self, node: fx.Node) -> None:
         """A node that is no op. One result of an op with several is born as they are."""
@@ -235,13 +238,13 @@ class _Rewriter(Storing):
     def _cast(self, node: fx.Node, fmt: str, region: int | None) -> fx.Node:
         source, dtype = self.born[node], dtype_of(fmt)
         value = self.as_born(node)
-        if fmt != _FP32 and self._saturates(node):
-            return self.call(saturating_cast, (value, dtype))
         make: tuple[Any, ...] = (cast, dtype)
         if fmt == "fp16" and region:
             make = (enter_region, dtype, region)
         elif source == "fp16" and (leaving := self.region_of_value.get(self.root[node], 0)):
             make = (leave_region, dtype, leaving)
+        if fmt != _FP32 and self._saturates(node):
+            return self.call(make[0], (self.call(within, (value, dtype)), *make[1:]))
         stored = self._stored(self.binding.tensor_id[node]) if node in self.binding.tensor_id else None
         if stored is None or stored in self.plan.made_from_of or self.path:
             return self.call(make[0], (value, *make[1:]))
@@ -282,7 +285,7 @@ class _Rewriter(Storing):
         self.hold_for_recipes(op, read)
         if own in self.plan.made_from_of and self._stored(own) == own:
             # Now, not at the first reader: until it is opened, a recipe's values live.
-            self.cell_of(own, op.node)
+            self.open_recipe(own, op.node)
 
     def write_op(self, op: OpNode) -> None:
         if op.inplace is not None:

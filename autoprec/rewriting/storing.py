@@ -8,13 +8,12 @@ from typing import Any
 
 from torch import fx
 
-from autoprec.errors import PlanError
 from autoprec.numerics.keeping import keep_in, keeping, open_cell
 from autoprec.numerics.remaking import hold, open_recipe
 from autoprec.planning.remaking import is_repeatable
 from autoprec.plans import AS_IS, Plan
 from autoprec.rewriting.calls import Method, With
-from autoprec.rewriting.recipes import Shown, Written, recipe_of
+from autoprec.rewriting.recipes import Shown, UnmadeError, Written, recipe_of
 from autoprec.tracing.bindings import OpNode
 from autoprec.tracing.checkpoints import CheckpointPath
 
@@ -41,13 +40,16 @@ class Storing:
         self.shown: dict[fx.Node, Shown] = {}
         self.node_of: dict[str, fx.Node] = {}
         self.produced = produced
+        #: By tensor that the plan has made again, and that is kept as it is, why this graph does not make it again.
+        self.unmade: dict[str, str] = {}
 
     def _stored(self, tensor_id: str) -> str | None:
         """The tensor itself, or the nearest one that it is a view of, if the plan keeps that in a narrow format."""
         current: str | None = tensor_id
         while current is not None:
             if current in self.plan.storage_of:
-                return current if self.plan.storage_of[current] != AS_IS else None
+                is_kept = self.plan.storage_of[current] == AS_IS or current in self.unmade
+                return None if is_kept else current
             current = self.memory_of.get(current)
         return None
 
@@ -58,6 +60,17 @@ class Storing:
             again = stored in self.plan.made_from_of
             self.cells[key] = self._open_recipe(stored) if again else self._open(stored, self.value[node])
         return self.cells[key]
+
+    def open_recipe(self, stored: str, node: fx.Node) -> None:
+        """Of what was just made, before anybody reads it. A model may have graphs that are not those of the plan, in
+        which another op makes what a recipe would start from: there the tensor is kept as it is. A plan that somebody
+        wrote, which is of no graph, is refused."""
+        try:
+            self.cell_of(stored, node)
+        except UnmadeError as error:
+            if not self.plan.graph_fingerprint:
+                raise
+            self.unmade[stored] = error.why
 
     def _open_recipe(self, stored: str) -> fx.Node:
         """The recipe of a tensor that the plan has made again."""
@@ -71,8 +84,9 @@ class Storing:
         recipe is opened, what it is opened with lives."""
         sources = {source for made_from in self.plan.made_from_of.values() for source in made_from}
         for value in read if is_repeatable(op.kind) and sources else ():
-            if value in self.shown and not sources.isdisjoint(self._bases_of(self.shown[value].tensor)):
-                self._held(value)
+            if value in self.shown and not sources.isdisjoint(self._bases_of(tensor := self.shown[value].tensor)):
+                if self._stored(tensor) not in self.plan.made_from_of:
+                    self._held(value)
 
     def _held(self, value: fx.Node) -> fx.Node:
         """What a recipe is opened with: the value, or its narrow copy."""
@@ -90,7 +104,7 @@ class Storing:
         if stored is None or tensor is None:
             return None
         if stored in self.plan.made_from_of:
-            raise PlanError(f"the plan has a tensor recomputed from {stored}, which is recomputed itself")
+            raise UnmadeError(f"the plan has a tensor recomputed from {stored}, which is recomputed itself")
         return self.cell_of(stored, self.node_of[tensor])
 
     def _bases_of(self, tensor_id: str) -> list[str]:
