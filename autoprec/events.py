@@ -106,7 +106,7 @@ class EventLog:
         paid = _moved(before, plan, {self.events[i].op for i in open_})
         for i in open_:
             event = self.events[i]
-            old, new = (_format_in(p, event) for p in (before, plan))
+            old, new = _formats_of(event, before, plan)
             evidence = f"{event.evidence}; {paid}" if paid else event.evidence
             if event.kind == "promoted":
                 self.events[i] = replace(event, now=new, evidence=evidence)
@@ -201,11 +201,14 @@ def _named(line: bytes, run: str) -> bytes:
 _OF_PLANS = ("promoted", "demoted")
 
 
-def _format_in(plan: Plan, event: Event) -> str:
-    """Of the op, or of the tensor that is kept, that an event is about."""
+def _formats_of(event: Event, before: Plan, after: Plan) -> tuple[str, str]:
+    """What the op, or the tensor that is kept, had and has: of its roles, the first that lost the format that was taken
+    or got the one that came back; else its result."""
     if event.role == KEPT:
-        return plan.storage_of.get(event.op, AS_IS)
-    return plan.format_of.get((event.op, Role.OUTPUT), "fp32")
+        return before.storage_of.get(event.op, AS_IS), after.storage_of.get(event.op, AS_IS)
+    found = [tuple(p.format_of.get((event.op, role), "fp32") for p in (before, after)) for role in Role]
+    changed = [(a, b) for a, b in found if a != b and (a == event.was if event.kind == "promoted" else b == event.now)]
+    return changed[0] if changed else (found[0][0], found[0][1])
 
 
 #: What roles and kept tensors have without a plan.
@@ -229,6 +232,10 @@ def _moved(before: Plan, after: Plan, known: set[str]) -> str:
         old = before.format_of.get((op, role), "fp32")
         if old != new and op not in known:
             changes.setdefault(op, f"{op} {old} → {new}")
+    for tensor in dict.fromkeys((*before.storage_of, *after.storage_of)):
+        old, new = (p.storage_of.get(tensor, AS_IS) for p in (before, after))
+        if old != new and tensor not in known:
+            changes.setdefault(f"kept {tensor}", f"kept {tensor} {old} → {new}")
     if not changes:
         return ""
     named = [*changes.values()][:_MOST_NAMED]

@@ -53,4 +53,9 @@ def _investigate(session: Session) -> None:
         ran = [(record, slots[id(record.binding)]) for record in calls]
         session._stability.overflowed(incident, session.plan, ran, buffers)
         session._event("promoted", **told, evidence=f"{incident.evidence}; finite in fp32")
+        if session.profile is None:  # nothing is solved again, which would let the others leave the format, too
+            for op in incident.beyond:
+                session._stability.ban(op, incident.cause)
+                evidence = f"what it reads or makes in fp32 is beyond {incident.cause} since {incident.op} is"
+                session._event("promoted", **(told | {"op": op}), evidence=evidence)
         replan(session)

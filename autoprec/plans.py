@@ -379,6 +379,11 @@ class Event:
     trigger: str = ""
     evidence: str = ""
 
+    @property
+    def is_first_plan(self) -> bool:
+        """Whether a run begins here: its later plans were asked for, or keep a budget that the one before would not."""
+        return self.kind == "planned" and self.trigger not in ("asked", "budget")
+
     def __post_init__(self) -> None:
         if not 0 <= self.step <= MOST_STEPS:
             raise InputError(f"step must be at least 0 and below 2^63, not {described(self.step)}")

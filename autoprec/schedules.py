@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 
 from autoprec.errors import InputError
 from autoprec.formats import format_named
@@ -32,7 +33,7 @@ class Schedule:
                         f"schedule[{i}].after is {after:g} of the planned steps of policy {policy.name!r}: say how many"
                         " those are, compile(…, total_steps=100_000), or give a number of steps"
                     )
-                after = math.ceil(after * total_steps)
+                after = math.ceil(Fraction(str(after)) * total_steps)  # as it is written: 0.07 of 100 is 7
             found.append((int(after), entry))
         return cls(entries=tuple(found))
 

@@ -16,14 +16,15 @@ from autoprec.devices import Device
 from autoprec.errors import DeviceError, InfeasibleError, InputError, SolverError
 from autoprec.execution.slots import Slot
 from autoprec.execution.tournament import Outcome, Tournament
-from autoprec.formats import is_operands_only
-from autoprec.graphs import OpGraph
+from autoprec.formats import format_named, is_operands_only
+from autoprec.graphs import OpGraph, Role
 from autoprec.monitoring.budgets import NoiseJudge
 from autoprec.numerics.dtypes import native_formats
 from autoprec.observing import Observations
 from autoprec.planning.contest import adopt, runners
 from autoprec.planning.frozen import living_bytes
 from autoprec.planning.planner import ask, by_prediction, fp32_totals, propose, resolve_budget, uniform_plan
+from autoprec.planning.predicting import predicted_totals
 from autoprec.planning.problem import fixed_bytes, optimizer_bytes
 from autoprec.planning.proposals import Proposals, Question
 from autoprec.plans import AS_IS, KEPT, Assignment, Measurement, Plan, Storage
@@ -238,15 +239,37 @@ class Scheduler:
             return plan, _exceeds(excess)
 
     def plan_again(self, before: Plan, banned: frozenset[tuple[str, ...]], peak_of: PeakOf) -> tuple[Plan, str]:
-        """The plan without what may not be, and "" or why it does not keep the budgets: the promoted ops then run in
-        FP32 and all else stays."""
+        """The plan without what may not be, and "" or why it does not keep the budgets: that runs in FP32 then, with
+        what else reads or makes numbers that its format does not hold, and all else stays."""
         try:
             if self._observed.profile is None or self.device is None:
                 raise InfeasibleError("the plan came from a file, without the profile that it was made from")
             return self.solve_again(before, before.budget_bytes, banned, peak_of)
         except (InfeasibleError, SolverError) as error:  # whatever it is, the run goes on
-            told = f"the promoted ops run in fp32 outside the budgets: {error}"
-            return _without(self.given or before, banned), told
+            told = f"what may not keep its format runs in fp32 outside the budgets: {error}"
+            plan = self.given or before
+            return self._told_again(replace(_without(plan, banned | self._beyond(plan)), binding=told)), told
+
+    def _told_again(self, plan: Plan) -> Plan:
+        """The plan with what is predicted of it, as far as anybody can tell."""
+        graph, known = self._observed.graph, self._observed.known
+        if graph is None or known is None or self.device is None:
+            return replace(plan, predicted=None)
+        return replace(plan, predicted=predicted_totals(plan, graph, known, self.device, self.policy))
+
+    def _beyond(self, plan: Plan) -> frozenset[tuple[str, ...]]:
+        """(op, format) of ops whose numbers, as far as they are known, are beyond the format that the plan has."""
+        graph, known = self._observed.graph, self._observed.known
+        if graph is None or known is None:
+            return frozenset()
+        found = set[tuple[str, ...]]()
+        for op in graph.ops:
+            fmt = format_named(plan.format_of.get((op.id, Role.OUTPUT), "fp32"))
+            tensors = {graph.seen_as(t, known.tensor_by_id) for t in (*op.inputs, *op.outputs)} - {*plan.saturating}
+            seen = (known.tensor_by_id[t].values.amax for t in tensors if t in known.tensor_by_id)
+            if not fmt.scaled and max(seen, default=0.0) > fmt.max_value:
+                found.add((op.id, fmt.name))
+        return frozenset(found)
 
 
 #: How often a plan whose measured peak breaks the budget is made again for a smaller one.
@@ -261,8 +284,9 @@ def contest(proposals: Proposals, tournament: Tournament) -> Plan:
     all of those do, the one that breaks it least stands."""
     budget, tried = proposals.question.budget_bytes, []
     while True:
-        outcomes = tournament.run(runners(proposals))
-        measured = _measured(proposals, outcomes)
+        plans = runners(proposals)
+        outcomes = tournament.run(plans)
+        measured = _measured(proposals, outcomes, _exact(proposals, plans, outcomes, tournament))
         excess = _excess_bytes(proposals, measured, budget)
         tried.append((excess, proposals, measured, _told(proposals, outcomes)))
         if excess <= 0 or math.isinf(excess) or len(tried) > _TIGHTENINGS:
@@ -308,9 +332,19 @@ def _excess_bytes(proposals: Proposals, measured: Mapping[str, Measurement], bud
     return math.inf if found.failure else found.peak_bytes - budget
 
 
-def _measured(proposals: Proposals, outcomes: Mapping[str, Outcome]) -> dict[str, Measurement]:
-    """Outcomes beside FP32's, in the units of the plan's totals."""
-    plain = outcomes.get("fp32")
+def _exact(
+    proposals: Proposals, plans: Mapping[str, Plan], outcomes: Mapping[str, Outcome], tournament: Tournament
+) -> Outcome | None:
+    """The model as it was written: a contestant, or, where rules let none be that, run beside them. None where it would
+    not fit."""
+    if (name := next((name for name, plan in plans.items() if plan.is_identity), None)) is not None:
+        return outcomes[name]
+    budget, fp32 = proposals.question.budget_bytes, proposals.question.fp32
+    return tournament.as_written() if budget is None or fp32.peak_bytes <= budget else None
+
+
+def _measured(proposals: Proposals, outcomes: Mapping[str, Outcome], plain: Outcome | None) -> dict[str, Measurement]:
+    """Outcomes beside the model's as it was written, in the units of the plan's totals."""
     if plain is None or plain.failure:
         plain = None
     beside = _beside(proposals)
@@ -388,7 +422,7 @@ def cuda_devices(device_type: str) -> list[int]:
 
 def _without(plan: Plan, banned: frozenset[tuple[str, ...]]) -> Plan:
     """The plan with banned (op, format) and (op, format, role) in FP32, outside every region, and (tensor, format,
-    "kept") kept as they are."""
+    "kept") kept as they are. What was predicted of the plan does not hold of this one."""
 
     def fix(a: Assignment) -> Assignment:
         is_banned = (a.op, a.format) in banned or (a.op, a.format, str(a.role)) in banned
@@ -397,8 +431,10 @@ def _without(plan: Plan, banned: frozenset[tuple[str, ...]]) -> Plan:
     def keep(s: Storage) -> Storage:
         return replace(s, format=AS_IS, reason="promoted") if (s.tensor, s.format, KEPT) in banned else s
 
-    left = {pair[0] for pair in banned if pair[1] == "fp16"}
-    kept = [(r, tuple(op for op in r.ops if op not in left)) for r in plan.regions]
-    regions = tuple(replace(r, ops=ops) for r, ops in kept if ops)
     assignments = tuple(fix(a) for a in plan.assignments)
-    return replace(plan, assignments=assignments, storages=tuple(map(keep, plan.storages)), regions=regions)
+    stay = {a.op for a in assignments if a.format == "fp16"}  # in any role: its gradients carry the scale
+    kept = [(r, tuple(op for op in r.ops if op in stay)) for r in plan.regions]
+    regions = tuple(replace(r, ops=ops) for r, ops in kept if ops)
+    storages = tuple(map(keep, plan.storages))
+    made = replace(plan, assignments=assignments, storages=storages, regions=regions)
+    return made if made == plan else replace(made, gap=0.0, memory=())

@@ -134,6 +134,10 @@ class Stability:
         if incident.role != Role.OUTPUT and incident.cause == "fp16":
             self._note_overflow(incident.op, plan)
 
+    def ban(self, op: str, format_name: str) -> None:
+        """An op has left a format because of an overflow elsewhere."""
+        self.floors = self.floors.with_ban(op, format_name, "overflow")
+
     def _note_overflow(self, op: str, plan: Plan) -> None:
         """Gradients of a region reached FP16's largest value under its scale: the next one is smaller."""
         graph = self._observed.graph

@@ -197,7 +197,9 @@ def test_weights_that_are_operands_like_any_other_are_judged(kind: str) -> None:
     narrow = uniform_plan(question, "bf16")
     assert {row.weight for row in question.problem.rows} >= {"up", "down"}
     plans = {"fp32": Plan(assignments=()), "bf16": narrow}
-    measured = _measured(propose(question), tournament_of(session).run(plans))["bf16"].gradient_ratio
+    measured = _measured(propose(question), (outcomes := tournament_of(session).run(plans)), outcomes["fp32"])[
+        "bf16"
+    ].gradient_ratio
     assert narrow.predicted is not None and measured is not None
     assert 0.5 <= measured / narrow.predicted.gradient_ratio <= 2.0
     tight = policy.replaced(noise={"gradient": 0.1 * narrow.predicted.gradient_ratio, "loss": 1e3})

@@ -184,7 +184,9 @@ def test_its_noise_is_what_is_measured() -> None:
     proposals = propose(ask(session.graph, session.profile, elsewhere(session.device), policy))
     (uniform,) = [p for p in proposals.all if set(proposals.decisions(p.solution).formats_used()) == {"fp32", "tf32"}]
     plans = {"fp32": Plan(assignments=()), "tf32": proposals.decisions(uniform.solution)}
-    measured = _measured(proposals, tournament_of(session).run(plans))["tf32"].gradient_ratio
+    measured = _measured(proposals, outcomes := tournament_of(session).run(plans), outcomes["fp32"])[
+        "tf32"
+    ].gradient_ratio
     predicted = uniform.solution.evaluation.gradient_ratio
     assert measured is not None and 0.5 <= measured / predicted <= 2.0 and 0.0 < predicted < 0.01
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -40,6 +40,9 @@ _SHARE = 2.0**-20
 #: ends below the square of 2^64), and smaller ones are not.
 _LARGE = 2.0**64 * _SHARE
 
+#: What may be to blame where a pass fails: a gradient arrives in the format of the result, and is read in the others.
+_ROLES = {"forward": (Role.OUTPUT,), "backward": (Role.GRAD_INPUT, Role.GRAD_WEIGHT, Role.OUTPUT)}
+
 #: Ops before and after the named one whose ranges are told.
 _NEIGHBOURS = 2
 
@@ -53,6 +56,7 @@ class Incident:
         trigger: "overflow" of a format, which `cause` names; "corruption", what FP32 does not explain;
             "nonfinite", where FP32 fails as well.
         role: "output", or "grad_input" where it began in the backward pass.
+        beyond: the other ops in that format whose numbers, in the forward pass, it does not hold either.
         arrived: whether the gradient was not finite when it came to the graph, from the loss or from a later one.
         neighbours: for people, a line for the op and each of those around it: format, largest number as it ran and in
             FP32, and what the format holds.
@@ -63,6 +67,7 @@ class Incident:
     evidence: str
     cause: str = ""
     role: str = ""
+    beyond: tuple[str, ...] = ()
     arrived: bool = False
     neighbours: tuple[str, ...] = ()
 
@@ -127,7 +132,10 @@ def _told_large(seen: Look, plain: Look, record: CallRecord, slot: Slot, bad: Ma
         return None
     role = Role.OUTPUT if op else Role.GRAD_INPUT
     op = op or reached[-1]
-    op, cause = _blame(op, record.binding, slot.plan) if role == Role.OUTPUT and slot.plan else (op, "")
+    causes: tuple[str, ...] = ()
+    if role == Role.OUTPUT and slot.plan:
+        op, causes = _blame(op, record.binding, slot.plan, _ROLES["forward"])
+    cause = causes[0] if causes else ""
     trigger = "corruption" if cause else "nonfinite"
     lines = _neighbours(op, "result" if role == Role.OUTPUT else "gradient", seen, plain, slot.plan)
     return Incident(op=op, trigger=trigger, evidence=f"{op}: {_large(bad)}", cause=cause, role=role, neighbours=lines)
@@ -165,11 +173,22 @@ def _of_call(
         return _told(found, "nonfinite", "", seen, plain, slot.plan)
     ids = list(seen.extents)
     before = ids[: ids.index(found.op) + 1] if found.where == "forward" else ids
-    op, cause = _blame(_first_astray(before, seen, plain) or found.op, record.binding, slot.plan)
-    if not cause:
+    astray = _first_astray(before, seen, plain) or found.op
+    op, causes = _blame(astray, record.binding, slot.plan, _ROLES[found.where])
+    if not causes:
         return _told(found, "nonfinite", "", seen, plain, slot.plan)
-    trigger = "overflow" if _explained(op, cause, found.where, plain, record.binding, slot.plan) else "corruption"
-    return _told(found, trigger, cause, seen, plain, slot.plan, op)
+    explained = [f for f in causes if _explained(op, f, found.where, plain, record.binding, slot.plan)]
+    if not explained:
+        return _told(found, "corruption", causes[0], seen, plain, slot.plan, op)
+    told = _told(found, "overflow", explained[0], seen, plain, slot.plan, op)
+    return replace(told, beyond=_beyond(told, plain, slot.plan) if found.where == "forward" else ())
+
+
+def _beyond(incident: Incident, plain: Look, plan: Plan) -> tuple[str, ...]:
+    """The other ops in the format that is to blame whose numbers in FP32 are beyond it."""
+    largest = format_named(incident.cause).max_value
+    ops = [op for op, e in plain.extents.items() if op != incident.op and max(e.result, e.read) > largest]
+    return tuple(op for op in ops if plan.format_of.get((op, Role.OUTPUT)) == incident.cause)
 
 
 def _first_astray(ops: Sequence[str], seen: Look, plain: Look) -> str:
@@ -181,20 +200,19 @@ def _first_astray(ops: Sequence[str], seen: Look, plain: Look) -> str:
     return ""
 
 
-def _blame(op: str, binding: Binding, plan: Plan) -> tuple[str, str]:
-    """The op, or the nearest before it, that runs in a narrow format, and that format."""
+def _blame(op: str, binding: Binding, plan: Plan, roles: Sequence[Role]) -> tuple[str, tuple[str, ...]]:
+    """The op, or the nearest before it, that has a narrow format in one of the roles, and those formats."""
     ops = {op.id: op for op in binding.ops}
     producer = {t: op.id for op in binding.ops for t in op.outputs}
     queue, seen = [op], set()
     while queue:
         op_id = queue.pop(0)
         seen.add(op_id)
-        for role in Role:
-            fmt = plan.format_of.get((op_id, role), "fp32")
-            if fmt != "fp32":
-                return op_id, fmt
+        formats = dict.fromkeys(plan.format_of.get((op_id, role), "fp32") for role in roles)
+        if narrow := tuple(f for f in formats if f != "fp32"):
+            return op_id, narrow
         queue += [producer[t] for _, t in ops[op_id].inputs if t in producer and producer[t] not in seen]
-    return op, ""
+    return op, ()
 
 
 def _explained(op_id: str, fmt: str, where: str, plain: Look, binding: Binding, plan: Plan) -> bool:
@@ -243,7 +261,8 @@ def _neighbours(op: str, what: str, seen: Look, plain: Look, plan: Plan | None) 
     ids, lines = list(seen.extents), []
     at = ids.index(op) if op in ids else 0
     for name in ids[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS + 1]:
-        fmt = "fp32" if plan is None else plan.format_of.get((name, Role.OUTPUT), "fp32")
+        roles = _ROLES["forward" if what == "result" else "backward"]
+        fmt = "fp32" if plan is None else next((f for r in roles if (f := plan.format_of.get((name, r)))), "fp32")
         ours, theirs = seen.extents[name], plain.extents.get(name, Extent())
         lost = ours.nonfinite if what == "result" else ours.nonfinite_gradient
         a, b = (ours.result, theirs.result) if what == "result" else (ours.gradient, theirs.gradient)

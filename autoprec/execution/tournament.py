@@ -121,6 +121,13 @@ class Tournament:
             )
         return outcomes
 
+    def as_written(self) -> Outcome:
+        """The step in FP32 throughout, whatever the policy allows: loss and gradients, neither timed nor compiled."""
+        try:
+            return self._compared(self.uncompiled._contestant(Plan(assignments=())))
+        except Exception as error:  # as in `run`
+            return Outcome(failure=f"it failed: {str(error).partition(chr(10))[0][:200]}")
+
     @cached_property
     def uncompiled(self) -> Tournament:
         """The same, of plans as they are."""
@@ -325,7 +332,7 @@ class _Replay:
             g, leaf.grad = leaf.grad, None
             if not self._look or not fqn or g is None:
                 return
-            g = g.detach()
+            g = g.detach() if g.layout is torch.strided else g.detach().to_dense()
             if not bool(g.isfinite().all()):
                 self.nonfinite.append(fqn)
             flat = g.reshape(-1)[:: max(1, -(-g.numel() // _SAMPLE))].float()

@@ -113,16 +113,20 @@ class NarrowParameter(Tensor):
             return decode(rows, torch.float32)
         wide_args, wide_kwargs = pytree.tree_map_only(cls, _wide, (args, kwargs))
         result = func(*wide_args, **wide_kwargs)
+        names = [argument.name for argument in func._schema.arguments]
+        given, made = (dict(zip(names, some, strict=False)) | named
+                       for some, named in ((args, kwargs), (wide_args, wide_kwargs)))  # fmt: skip
         written = [
             pair
-            for argument, x, wide in zip(func._schema.arguments, args, wide_args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for pair in zip(*map(pytree.tree_leaves, (x, wide)), strict=True)
+            for argument in func._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write and argument.name in given
+            for pair in zip(*(pytree.tree_leaves(d[argument.name]) for d in (given, made)), strict=True)
         ]
         for x, wide in written:
             if isinstance(x, cls):
                 _write(x, wide)
-        return args[0] if written and isinstance(args[0], cls) else result
+        # What is changed in place, or given as `out`, is what comes back.
+        return next((x for x, wide in written if wide is result), result)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"{_wide(self)!r} (held in {self.format})"

@@ -72,7 +72,7 @@ class Curves:
                 yield Point(f"amax of largest/{event.op}", event.step, amax / largest)
             yield from (Point(f"{name}/{event.op}", event.step, value) for name, value in found.items())
         else:
-            if event.kind == "planned" and event.trigger != "asked":  # of another run, or the first of this one
+            if event.is_first_plan:  # of another run, or the first of this one
                 self._formats.clear()
             self._counts[event.kind] += 1
             yield Point(f"events/{event.kind}", event.step, float(self._counts[event.kind]))

@@ -62,7 +62,7 @@ def history_of(events: Sequence[Event]) -> RunHistory:
 
 def _beginning(events: Sequence[Event]) -> int:
     """Where the newest run begins: with its first plan, and what its calibration told before."""
-    first = max((i for i, e in enumerate(events) if e.kind == "planned" and e.trigger != "asked"), default=0)
+    first = max((i for i, e in enumerate(events) if e.is_first_plan), default=0)
     while first and is_told(before := events[first - 1]) and before.step <= events[first].step:
         first -= 1
     return first

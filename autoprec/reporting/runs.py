@@ -130,7 +130,7 @@ class _Draft:
         self.recent = deque(run.recent, maxlen=_MOST_RECENT)
 
     def add(self, event: Event) -> None:
-        if event.kind == "planned" and event.trigger != "asked":
+        if event.is_first_plan:
             self.begin(event)
         if event.kind == "assigned":
             self.assign(event)

@@ -73,9 +73,8 @@ class EventsFile(Generic[T]):
         places: dict[str, list[int]] = {}
         for i, (name, event) in enumerate(named):
             places.setdefault(name, []).append(i)
-            is_planned = event.kind == "planned" and event.trigger != "asked"
-            if is_planned or not self._is_planned:
-                self._shown, self._is_planned = name, is_planned
+            if event.is_first_plan or not self._is_planned:
+                self._shown, self._is_planned = name, event.is_first_plan
         for name, own in places.items():  # each at once: runs that write in turn are not folded line by line
             try:
                 self._runs[name] = self._fold(self._runs.get(name, self._nothing()), [named[i][1] for i in own])

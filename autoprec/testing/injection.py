@@ -119,7 +119,8 @@ def inject(
         kind: one of `KINDS`; "bit_flip" wants a product with a parameter, and does nothing in steps in which that runs
             in FP32: then there is no cast.
         step: the first step, counted from 0 since `compile`, bad steps counted too; None for the next one.
-        steps: how many; None for one, or a window of the monitor for kinds that show in a window.
+        steps: how many; None for one, or, for kinds that show in a window, up to the end of the monitor's first window
+            that has the fault throughout.
 
     Raises:
         InputError: there is no such op or kind, or the op cannot have that fault.
@@ -144,7 +145,11 @@ def inject(
     check_amount(first, "step", InputError, "step")
     if first < now:
         raise InputError(f"step {first} is over: {now} training steps were taken")
-    lasts = session.policy.monitor.window_steps if kind in _LASTING else 1
+    lasts = 1
+    if kind in _LASTING:
+        window = session.policy.monitor.window_steps
+        begun = (first - now + session.steps - session._window_steps) % window
+        lasts = window + (window - begun) % window
     check_amount(steps, "steps", InputError, "steps", least=1)
     made = Injection(session, node, kind, first, first + (steps or lasts) - 1)
     session.faults.append(made)
