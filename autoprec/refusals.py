@@ -111,7 +111,7 @@ def check_plan_fits(
     known = {op.id for binding in bindings for op in binding.ops}
     waiting = sorted({a.op for a in plan.assignments} - known)
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    unknown = [op for op in waiting if op.partition(":")[0] not in modules]
+    unknown = [op for op in waiting if op.rpartition(":")[0] not in modules]
     if unknown or (waiting and len(waiting) == len({a.op for a in plan.assignments})):
         unknown = unknown or waiting
         raise PlanError(
@@ -146,7 +146,7 @@ def other_ops(known: Iterable[str], bindings: Iterable[Binding]) -> str:
 def _by_module(ops: Iterable[str]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for op in ops:
-        found.setdefault(op.partition(":")[0], set()).add(op)
+        found.setdefault(op.rpartition(":")[0], set()).add(op)
     return found
 
 

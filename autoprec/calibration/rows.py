@@ -107,7 +107,7 @@ class _ConvRows:
 
         `gathered` if t is the input of the convolution, which its windows gather, else they spread t.
         """
-        squares = _square_sums(t.reshape(t.shape[0], self._groups, -1, *t.shape[2:]), 2)
+        squares = _square_sums(t.unflatten(1, (self._groups, t.shape[1] // self._groups)), 2)
         if gathered:
             return self._gathered(squares, self._ones, None, groups=self._groups, **self._options)
         size = (shape[0], self._groups, *shape[2:])

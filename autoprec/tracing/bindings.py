@@ -25,6 +25,7 @@ from autoprec.tracing.kinds import (
     kind_of,
     returns_float32,
 )
+from autoprec.tracing.proportions import is_proportional
 from autoprec.tracing.sites import SiteRegister
 from autoprec.tracing.templates import Path, Template, module_path, user_frame
 
@@ -338,8 +339,10 @@ class _Walk:
         if kind == FUNCTION and self._is_pointwise_function(node):
             op_class = OpClass.POINTWISE
         if changed is not None:
-            # In-place ops compute in the format of the memory that they change.
-            return OpClass.VIEW if op_class in (OpClass.POINTWISE, OpClass.NORM, OpClass.VIEW) else op_class
+            # In-place ops compute in the format of the memory that they change; products have no formats of their own.
+            if op_class in (OpClass.POINTWISE, OpClass.NORM, OpClass.VIEW):
+                return OpClass.VIEW
+            return op_class if op_class is OpClass.UNKNOWN else OpClass.WIDE
         if op_class in (OpClass.GEMM, OpClass.POINTWISE, OpClass.NORM, OpClass.RECURRENT, OpClass.LOOKUP):
             result = node.meta.get("example_value")
             several = kind == FUNCTION or op_class is OpClass.RECURRENT
@@ -365,19 +368,18 @@ class _Walk:
         return op_class
 
     def _is_pointwise_function(self, node: fx.Node) -> bool:
-        """Whether both bodies of a user's function consist of pointwise ops, which give the dtype that they take, and
-        it changes nothing in place."""
+        """Whether both bodies of a user's function consist of pointwise ops, which give the dtype that they take, it
+        changes nothing in place, and its gradients may carry a factor."""
         if node.kwargs.get("dirty_idx"):
             return False
-        for body in node.args[:2]:
-            assert isinstance(body, fx.Node)
-            module = self.template.module.get_submodule(str(body.target))
+        bodies = [self.template.module.get_submodule(str(body.target)) for body in node.args[:2]]  # type: ignore[union-attr]
+        for module in bodies:
             calls = [n for n in module.graph.nodes if n.op not in ("placeholder", "output") and not changes_mode(n)]
             if not all(n.op in ("call_function", "call_method") for n in calls):
                 return False
             if not all(class_of(kind_of(n)) in (OpClass.POINTWISE, OpClass.VIEW) for n in calls):
                 return False
-        return True
+        return is_proportional(*bodies)
 
     def _promise(self, node: fx.Node, op_class: OpClass, arguments: Sequence[fx.Node]) -> bool:
         """After the user's own cast to FP32 the value stays FP32 until the next GEMM, or until it is cast back.

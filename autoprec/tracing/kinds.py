@@ -10,6 +10,7 @@ import operator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from autoprec.graphs import KERNEL_PRODUCTS, OpClass
@@ -271,7 +272,8 @@ def out_of_place(kind: str, target: Any, args: tuple[Any, ...], kwargs: Any) -> 
         return _OUT_OF_PLACE_OPERATORS[target], args, kwargs
     name = getattr(target, "__name__", "")
     if name.endswith("_"):
-        return getattr(torch, name.rstrip("_")), args, kwargs
+        name = name.rstrip("_")
+        return getattr(torch, name, None) or getattr(F, name), args, kwargs
     position = INPLACE_POSITION.get(kind, len(args))
     args = tuple(False if i == position else a for i, a in enumerate(args))
     return target, args, {k: v for k, v in kwargs.items() if k != "inplace"}

@@ -21,7 +21,7 @@ from autoprec.tracing.checkpoints import Flat, flatten, prepare
 
 __all__ = ["Template", "module_path", "user_frame"]
 
-_TOKEN = re.compile(r"\['([^']*)'\]|\.(\w+)|\[(\d+)\]")
+_TOKEN = re.compile(r"\['([^']*)'\]|\.([^.[]+)|\[(\d+)\]")  # a module's name has no dot, and may have all else
 _CONTAINERS = {"_modules", "_parameters", "_buffers"}
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
