@@ -231,7 +231,7 @@ class _Builder:
                 continue
             now, then = self.workspaces.of(op, Role.OUTPUT, "fp32", 0)
             then += passing_bytes(op, self.graph)
-            if op.op_class is OpClass.VIEW and op.saves:
+            if op.op_class is OpClass.VIEW and op.saves and not self.roots.copied_from.keys() & {*op.outputs}:
                 # It changes memory, and sends a gradient of its own to what was there, beside the one that arrives.
                 then += 4 * sum(self.graph.tensor_by_id[t].numel for t in op.outputs)
             yield from ((m, size) for m, size in ((i, now), (self._backward(i), then)) if size)
