@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
@@ -303,6 +304,11 @@ class Raise(_Part):
         """The roles of this op that it speaks of."""
         spoken = (role for role in op.roles if not self.roles or role in self.roles)
         return tuple(spoken) if fnmatchcase(op.fqn, self.match) else ()
+
+    def bans(self, op: Op, formats: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+        """(op, format, role) that no plan may have of these formats, once this counts."""
+        narrow = [f for f in formats if format_named(f).bits < format_named(self.to).bits]
+        yield from ((op.id, f, str(role)) for role in self.roles_of(op) for f in narrow)
 
     @validator("after", mode="before")
     @classmethod

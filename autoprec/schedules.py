@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from autoprec.errors import InputError
-from autoprec.formats import format_named
 from autoprec.graphs import OpGraph
 from autoprec.policies import Policy, Raise
 
@@ -49,14 +48,8 @@ class Schedule:
         if graph is None:
             return frozenset()
         begun = [e for i, (after, e) in enumerate(self.entries) if after <= steps or i in raised]
-        narrow = {e: [f for f in formats if format_named(f).bits < format_named(e.to).bits] for e in begun}
-        return frozenset(
-            (op.id, name, str(role))
-            for entry, names in narrow.items()
-            for op in graph.ops
-            for role in entry.roles_of(op)
-            for name in names
-        )
+        formats = tuple(formats)
+        return frozenset(ban for entry in begun for op in graph.ops for ban in entry.bans(op, formats))
 
     def said(self, steps: int, due: Collection[int]) -> str:
         """What begins to count after so many steps, for people; "" if nothing does."""

@@ -158,3 +158,26 @@ def test_a_head_that_is_not_read_has_no_gradient(pattern: str) -> None:
         found.append(seen)
         assert not backend or autoprec.session(model).plan is not None
     assert found[1:] == [found[0]] * 2 and "-" in found[0]
+
+
+def test_a_dependence_that_the_graph_does_not_show_is_kept() -> None:
+    """What an output is changed by in place is read by nobody there: its gradient is none of the zeros."""
+
+    class Added(Heads):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+            h = torch.tanh(self.trunk(x))
+            total = torch.zeros(len(x), 4)
+            total.add_(self.b(h))
+            return self.a(h), total, h
+
+    found = []
+    for backend in ("", "inductor"):
+        torch._dynamo.reset()
+        model = Added()
+        if backend:
+            autoprec.compile(model, plan=Plan(assignments=()), events=None, backend=backend)  # type: ignore[arg-type]
+        first, second, _ = model(torch.ones(8, 16))
+        (first.square().mean() + second.square().mean()).backward()
+        found.append([p.grad for p in model.parameters()])
+    for plain, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, plain)

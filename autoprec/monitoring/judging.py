@@ -31,7 +31,8 @@ _HEADROOM_LOG2 = 2
 _NEAR_LOG2 = 6.0
 
 
-#: Of what was not zero in calibration, the share below which gradients look rounded to zero.
+#: Of what was not zero in calibration, the share below which gradients look rounded to zero. Half, and not measured: it
+#: is a reason to choose a scale by the same rule again, which changes nothing where the scale is the right one.
 _STARVED = 0.5
 
 #: Ops of a window whose figures are told.

@@ -9,7 +9,8 @@ from autoprec.formats import result_format
 from autoprec.planning.codes import bytes_of, result_of
 from autoprec.planning.linear import Linear
 from autoprec.planning.pairs import Part, stages
-from autoprec.planning.values import Gemm, Steps
+from autoprec.planning.uses import Steps
+from autoprec.planning.values import Gemm
 from autoprec.plans import RECOMPUTED
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from autoprec.graphs import Role
 from autoprec.planning.codes import bytes_of, rounds_again
 from autoprec.planning.pairs import Part, stages
 from autoprec.planning.solutions import Choice, Evaluation
-from autoprec.planning.uses import Replacement, Saver, Use
-from autoprec.planning.values import Gemm, GradientNode, PlanTensor, Problem, Steps
+from autoprec.planning.uses import Replacement, Saver, Steps, Use
+from autoprec.planning.values import Gemm, GradientNode, PlanTensor, Problem
 from autoprec.plans import RECOMPUTED, Violation
 
 __all__ = ["SECONDARY", "TERTIARY", "Step", "evaluate", "judged", "objective_of"]

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from autoprec.planning.recorder import LARGEST_TABLE, Recorder
 from autoprec.planning.tables import Entries, Group, Held, Pattern
-from autoprec.planning.values import PlanTensor, Steps
+from autoprec.planning.uses import Steps
+from autoprec.planning.values import PlanTensor
 
 __all__ = ["RemadeTables"]
 

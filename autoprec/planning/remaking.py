@@ -20,8 +20,7 @@ from autoprec.graphs import Op, Role, TensorKind
 from autoprec.planning.flow import Flow
 from autoprec.planning.noise import current_scale_log2, relative_error
 from autoprec.planning.saved import relative_change
-from autoprec.planning.uses import Remaking
-from autoprec.planning.values import Steps
+from autoprec.planning.uses import Remaking, Steps
 
 __all__ = ["Remakings", "is_repeatable"]
 

@@ -190,14 +190,7 @@ def _without_a_format(policy: Policy, graph: OpGraph, profile: Profile, device: 
         except InfeasibleError as error:
             alone = False
             yield Finding(level="problem", what=str(error))
-    banned = frozenset(
-        (op.id, f, str(role))
-        for entry in policy.schedule
-        for op in graph.ops
-        for role in entry.roles_of(op)
-        for f in policy.formats
-        if format_named(f).bits < format_named(entry.to).bits
-    )
+    banned = frozenset(ban for entry in policy.schedule for op in graph.ops for ban in entry.bans(op, policy.formats))
     if alone and banned:
         try:
             unit_options(graph, roots, prices, policy, device, banned)

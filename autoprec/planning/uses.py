@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Opening", "Remaking", "Replacement", "Saver", "Use"]
+__all__ = ["Opening", "Remaking", "Replacement", "Saver", "Steps", "Use"]
+
+#: By op that runs for a tensor that is made again, (unit, elements) of what is there then.
+Steps = tuple[tuple[tuple[int | None, int], ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,5 +119,5 @@ class Remaking:
     numel: int
     seconds: tuple[tuple[str, float], ...]
     noise: tuple[tuple[str, str, float], ...]
-    steps: tuple[tuple[tuple[int | None, int], ...], ...] = ()
+    steps: Steps = ()
     opening: Opening | None = None

@@ -17,7 +17,7 @@ from autoprec.formats import result_format
 from autoprec.graphs import Role
 from autoprec.planning.codes import bytes_of, format_of, owner
 from autoprec.planning.phases import Phases
-from autoprec.planning.uses import Remaking, Replacement, Saver, Use
+from autoprec.planning.uses import Remaking, Replacement, Saver, Steps, Use
 from autoprec.plans import is_parameter
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "PlanTensor",
     "Problem",
     "Standing",
-    "Steps",
     "Unit",
     "WeightRow",
 ]
@@ -272,10 +271,6 @@ class WeightRow:
     limit: float
     gemms: tuple[int, ...]
     passing: tuple[tuple[int, float], ...] = ()
-
-
-#: By op that runs for a tensor that is made again, (unit, elements) of what is there then.
-Steps = tuple[tuple[tuple[int | None, int], ...], ...]
 
 
 class Opened(NamedTuple):

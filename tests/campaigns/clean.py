@@ -17,7 +17,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -335,17 +335,20 @@ def campaign(names: Iterable[str], windows: int, seed: int = 0) -> list[str]:
     return wrong
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.campaigns.clean", description=__doc__)
-    parser.add_argument("--windows", type=int, default=WINDOWS)
+def command(
+    name: str, description: str | None, windows: int, run: Callable[[Iterable[str], int, int], list[str]]
+) -> None:
+    """What the command line asks for, and exit code 1 if anything was wrong."""
+    parser = argparse.ArgumentParser(prog=f"python -m tests.campaigns.{name}", description=description)
+    parser.add_argument("--windows", type=int, default=windows)
     parser.add_argument("--only", choices=TASKS)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     with one_thread():
-        wrong = campaign([given.only] if given.only else TASKS, given.windows, given.seed)
+        wrong = run([given.only] if given.only else TASKS, given.windows, given.seed)
     print(f"{len(wrong)} wrong")
     sys.exit(1 if wrong else 0)
 
 
 if __name__ == "__main__":
-    main()
+    command("clean", __doc__, WINDOWS, campaign)

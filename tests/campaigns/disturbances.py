@@ -10,8 +10,6 @@ otherwise.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -22,8 +20,7 @@ import torch
 from autoprec.graphs import Role
 from autoprec.plans import Event
 from autoprec.policies import Monitor
-from tests.bench.measure import one_thread
-from tests.campaigns.clean import RULED, Training, policy, same_bits
+from tests.campaigns.clean import RULED, Training, command, policy, same_bits
 from tests.campaigns.clean_tasks import TASKS, Task
 
 WINDOWS, PERIODS, COOLDOWNS = 60, (2, 3, 5, 8), (1, 2, 3)
@@ -202,17 +199,5 @@ def campaign(names: Iterable[str], windows: int, seed: int = 0) -> list[str]:
     return wrong
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.campaigns.disturbances", description=__doc__)
-    parser.add_argument("--windows", type=int, default=WINDOWS)
-    parser.add_argument("--only", choices=TASKS)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    with one_thread():
-        wrong = campaign([given.only] if given.only else TASKS, given.windows, given.seed)
-    print(f"{len(wrong)} wrong")
-    sys.exit(1 if wrong else 0)
-
-
 if __name__ == "__main__":
-    main()
+    command("disturbances", __doc__, WINDOWS, campaign)
