@@ -6,6 +6,7 @@ import gc
 import itertools
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,7 +72,8 @@ def saved_bytes(forward: Callable[[], Tensor], exclude: Iterable[Tensor]) -> int
 def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
     """Largest number of bytes that `step` holds above what was allocated when it began, at the allocator.
 
-    On a CPU from the profiler's memory events, on CUDA from the caching allocator.
+    On a CPU from the profiler's memory events, which do not know what was allocated before: letting go of it does not
+    count there. On CUDA from the caching allocator.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -267,6 +269,9 @@ def _profiled(run: Callable[[], T]) -> tuple[T, list[tuple[str, int]]]:
     them, in the order of time.
 
     Through torch's first profiler: the newer one writes to stderr, and gives allocations only in a tree of events.
+    Of what was allocated before, neither knows the size. Where a block of an earlier profile was at that address and
+    was let go of while nobody looked, the size of that one is told, any number of bytes too many; so a release counts
+    only where something of its size was allocated in this run and is still there.
     """
     state, plain = torch.autograd.ProfilerState.CPU, torch._C._profiler._ExperimentalConfig()
     torch._C._autograd._enable_profiler_legacy(
@@ -276,10 +281,14 @@ def _profiled(run: Callable[[], T]) -> tuple[T, list[tuple[str, int]]]:
         result = run()
     finally:
         threads = torch._C._autograd._disable_profiler_legacy()
-    found = []
+    found, held = list[tuple[str, int]](), Counter[int]()
     for e in (e for events in threads for e in events):
         if e.kind() == "memory_alloc":
-            found.append(("", e.cpu_memory_usage()))
+            size = e.cpu_memory_usage()
+            if size < 0 and not held[-size]:
+                continue  # not of this run, and its size is not known either: see above
+            held[abs(size)] += 1 if size > 0 else -1
+            found.append(("", size))
         elif e.kind() == "push" and e.name() in (_OUTPUTS, _GRADIENT, _MADE):
             found.append((e.name(), 0))
     return result, found
