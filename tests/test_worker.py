@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import autoprec
 from autoprec.errors import UnsupportedError
 from autoprec.execution import beside, inductor, takeover, worker
-from autoprec.execution.inductor import Inductor, Order, Partitioner
+from autoprec.execution.inductor import Inductor, Order
 from autoprec.execution.worker import Worker
 from autoprec.execution.written import read_graph, write_graph
 from autoprec.numerics.dtypes import native_formats
@@ -238,13 +238,13 @@ def traced(order: Order, mode: Any) -> list[tuple[Any, ...]]:
 
     with pytest.MonkeyPatch.context() as patch, tracing(TracingContext(mode)), torch.enable_grad():
         patch.setattr(inductor, "compile_fx_inner", look)
-        inductor.compile_graph(order, Partitioner({}))
+        inductor.compile_graph(order)
     return passes
 
 
 def again(order: Order) -> tuple[Order, Any]:
     module, examples, mode = read_graph(json.loads(json.dumps(write_graph(order.module, order.examples))))
-    return Order(module, examples), mode
+    return Order(module, examples, order.is_lean), mode
 
 
 def same_again(order: Order) -> None:

@@ -131,7 +131,7 @@ def main(order: Mapping[str, Any]) -> None:
         os.nice(10)
     from torch._guards import TracingContext, tracing
 
-    from autoprec.execution.inductor import Order, Partitioner, compile_graph
+    from autoprec.execution.inductor import Order, compile_graph
     from autoprec.execution.written import read_graph
 
     set_switches(order["switches"])
@@ -139,7 +139,7 @@ def main(order: Mapping[str, Any]) -> None:
     for graph in order["graphs"]:
         module, examples, mode = read_graph(graph)
         with tracing(TracingContext(mode)), torch.enable_grad():
-            compile_graph(Order(module, examples), Partitioner({}))  # what it keeps is the run's to know
+            compile_graph(Order(module, examples, graph["is_lean"]))  # what it keeps is the run's to know
 
 
 def _end_with(parent: int) -> None:

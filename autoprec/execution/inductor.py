@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from autoprec.execution.checking import CheckingInterpreter
 from autoprec.execution.dry_run import dry_run, size_hint
+from autoprec.execution.fusing import INPUT, lean_code
 from autoprec.execution.lowering import Compiled, KeptTensor, PassBytes, RefusedError
 from autoprec.execution.undifferentiated import Reach
 from autoprec.numerics.compilers import OF_TENSOR
@@ -37,8 +39,8 @@ from autoprec.tracing.bindings import Binding
 
 __all__ = ["Inductor", "Narrow", "Order", "Partitioner", "compile_graph"]
 
-#: How torch names parameters, buffers and inputs of a graph, and the gradients that its backward pass is given.
-_INPUT, _GIVEN = "primals_", "tangents_"
+#: How torch names the gradients that a backward pass is given.
+_GIVEN = "tangents_"
 
 _OPTIONS = {"emulate_precision_casts": True, "fallback_random": True}
 
@@ -121,13 +123,17 @@ class Inductor:
     @property
     def order(self) -> Order:
         """What `prepare` compiles."""
-        return Order(self._labelled(), self._examples(self._planned))
+        return self._order(self._examples(self._planned))
+
+    def _order(self, examples: Sequence[Any]) -> Order:
+        # On a GPU, where a read that is saved is worth more, nobody has measured what that costs.
+        on_cpu = all(x.is_cpu for x in examples if isinstance(x, Tensor))
+        return Order(self._labelled(), examples, bool(self._narrow()) and on_cpu)
 
     def _compile(self, examples: Sequence[Any]) -> Callable[..., Any]:
         begin = time.perf_counter()
         try:
-            partitioner = Partitioner(self._narrow())
-            run, passes = compile_graph(Order(self._labelled(), examples), partitioner)
+            run, passes, partitioner = compile_graph(self._order(examples), self._narrow())
         except Exception as error:
             what = " ".join(str(error).split())[:300]
             raise RefusedError(
@@ -189,15 +195,20 @@ def _living(binding: Binding, plan: Plan) -> dict[int, str]:
 
 
 class Order(NamedTuple):
-    """What the compiler is given: a graph whose nodes say which tensor they are about, and examples of its inputs."""
+    """What the compiler is given: a graph whose nodes say which tensor they are about, examples of its inputs, and
+    whether its code should be lean: the plan keeps something narrow, or makes it again, and it runs on a CPU."""
 
     module: fx.GraphModule
     examples: Sequence[Any]
+    is_lean: bool = False
 
 
-def compile_graph(order: Order, partitioner: Partitioner) -> tuple[Callable[..., Any], list[_Pass]]:
-    """(what runs, its forward pass and its backward pass if it has one); `partitioner` then knows what it keeps."""
-    passes: list[_Pass] = []
+def compile_graph(
+    order: Order, narrow: Mapping[str, Narrow] | None = None
+) -> tuple[Callable[..., Any], list[_Pass], Partitioner]:
+    """(what runs, its forward pass and its backward pass if it has one, what knows what is kept). `narrow`: by tensor,
+    what the plan does not keep as it is; only what is then told of it depends on this."""
+    partitioner, passes = Partitioner(narrow or {}, order.is_lean), list[_Pass]()
 
     def compile_pass(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         context = TracingContext.try_get()
@@ -215,8 +226,9 @@ def compile_graph(order: Order, partitioner: Partitioner) -> tuple[Callable[...,
     with (
         inductor_config.patch(custom_partitioner_fn=partitioner, **_OPTIONS),
         functorch_config.patch(options),
+        lean_code() if order.is_lean else nullcontext(),
     ):
-        return compile_fx(order.module, list(order.examples), inner_compile=compile_pass), passes
+        return compile_fx(order.module, list(order.examples), inner_compile=compile_pass), passes, partitioner
 
 
 class _Pass(NamedTuple):
@@ -245,7 +257,7 @@ def _predicted(
     `outputs`: how many of the first results are no tensors kept for the backward pass; None: all. `entering`: which of
     the gradients that the backward pass is given come from outside; None: all."""
     forward = passes[0]
-    run = dry_run(forward.code, forward.inputs, [not n.startswith(_INPUT) for n in forward.names], outputs)
+    run = dry_run(forward.code, forward.inputs, [not n.startswith(INPUT) for n in forward.names], outputs)
     if run is None:
         return None
     found = PassBytes(forward=run.peak_bytes, held=run.held_bytes, outputs=run.output_bytes)
@@ -254,7 +266,7 @@ def _predicted(
         # What the forward pass kept, copies of inputs in another layout among it, is the backward pass's to let go of.
         # The gradients that come from outside are there until it is over: a replay of the step needs them.
         stay = {n for n in backward.names if n.startswith(_GIVEN) and (entering is None or n in entering)}
-        owned = [own.get(n, n not in stay and not n.startswith(_INPUT)) for n in backward.names]
+        owned = [own.get(n, n not in stay and not n.startswith(INPUT)) for n in backward.names]
         mine = [mine and n not in forward.results[:outputs] for n, mine in zip(backward.names, owned, strict=True)]
         alone = dry_run(backward.code, backward.inputs, owned)
         beside = alone if mine == owned else dry_run(backward.code, backward.inputs, mine)
@@ -308,10 +320,10 @@ class Narrow(NamedTuple):
 
 class Partitioner(CustomPartitionerFn):
     """torch's own partitioner, under the marks that tracing has left, and what it decided. `outputs`: how many of the
-    forward pass's results are no tensors kept for the backward pass; None before it is called."""
+    forward pass's results are no tensors kept for the backward pass; None before the call; `is_lean` is the order's."""
 
-    def __init__(self, narrow: Mapping[str, Narrow]) -> None:
-        self._narrow = narrow
+    def __init__(self, narrow: Mapping[str, Narrow], is_lean: bool) -> None:
+        self._narrow, self._is_lean = narrow, is_lean
         self.kept: tuple[KeptTensor, ...] = ()
         self.outputs: int | None = None
 
@@ -353,8 +365,8 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> str:
         """A part of the name under which code is cached, which does not say by itself whether it may write to what
-        the forward pass has kept: what others have compiled of the same graph does."""
-        return "autoprec, kept tensors are not written to"
+        the forward pass has kept: what others have compiled of the same graph does. Nor whether it is lean."""
+        return f"autoprec, kept tensors are not written to, {'lean' if self._is_lean else 'as fast as it gets'}"
 
 
 def _tensor(node: fx.Node) -> str:

@@ -52,7 +52,7 @@ class Worker:
             {
                 "parent": os.getpid(),
                 "path": [str(place) for place in sys.path],
-                "graphs": [write_graph(*order) for order in orders],
+                "graphs": [{**write_graph(o.module, o.examples), "is_lean": o.is_lean} for o in orders],
                 "switches": switches_here(),
             }
         )

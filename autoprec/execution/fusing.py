@@ -1,0 +1,111 @@
+"""Code for a CPU of a plan that was made for little memory: nothing is held that need not be.
+
+torch's compiler puts ops that read the same tensor into one kernel, and kernels that follow each other into one
+function, for whose time all that any of them reads or writes is there; and what is not needed any more it holds until
+something of the same size is. That saves reads, calls and allocations, and took as long on the suite, at peaks up to
+two fifths higher (docs/measurements/lowering.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch._inductor import config as inductor_config
+from torch._inductor.choices import InductorChoices
+from torch._inductor.codegen.common import device_codegens, init_backend_registration
+from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.dependencies import Dep
+from torch._inductor.scheduler import BaseSchedulerNode, BaseScheduling, Scheduler
+from torch._inductor.virtualized import V
+
+__all__ = ["INPUT", "lean_code"]
+
+#: How torch names parameters, buffers and inputs of a graph.
+INPUT = "primals_"
+
+#: Bytes that a fusion may hold more: those of biases, scales and statistics.
+_FEW_BYTES = 4096
+
+
+@contextmanager
+def lean_code() -> Iterator[None]:
+    """What this thread compiles meanwhile is fused where that holds no more bytes at once, and lets go of what nobody
+    needs any more. The kernels are otherwise torch's."""
+    init_backend_registration()
+    cpu = device_codegens["cpu"]
+    device_codegens["cpu"] = dataclasses.replace(cpu, scheduling=_one_by_one(cpu.scheduling))
+    try:
+        with V.set_choices_handler(_LeanChoices()), inductor_config.patch(allow_buffer_reuse=False):
+            yield
+    finally:
+        device_codegens["cpu"] = cpu
+
+
+class _LeanChoices(InductorChoices):
+    """torch's own choices of what becomes one kernel, without those that hold more."""
+
+    @staticmethod
+    def can_fuse_horizontal(
+        scheduler: Scheduler, node1: BaseSchedulerNode, node2: BaseSchedulerNode, shared_data_score: int
+    ) -> bool:
+        """Whether two nodes that do not depend on each other may become one."""
+        first, second = sorted((node1, node2), key=lambda n: n.min_order)
+        may = InductorChoices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score)
+        return may and not _holds_both(first, second)
+
+    @staticmethod
+    def can_fuse_vertical(
+        scheduler: Scheduler, node1: BaseSchedulerNode, node2: BaseSchedulerNode, shared_data_score: int
+    ) -> bool:
+        """Whether `node2` may become one with `node1`, whose results it reads."""
+        may = InductorChoices.can_fuse_vertical(scheduler, node1, node2, shared_data_score)
+        return may and not _is_made_too_early(scheduler, node1, node2)
+
+
+def _follows(first: BaseSchedulerNode, second: BaseSchedulerNode) -> bool:
+    """Whether nothing runs between them."""
+    return second.min_order <= first.max_order + 1
+
+
+def _holds_both(first: BaseSchedulerNode, second: BaseSchedulerNode) -> bool:
+    """Whether one kernel of both would have beside what the second makes what the first could let go of."""
+    let_go = _bytes(first.read_writes.reads, but={d.name for d in second.read_writes.reads})
+    made = _bytes(second.read_writes.writes)
+    # With others in between, either the second runs too early, or the first too late.
+    return (min if _follows(first, second) else max)(let_go, made) > _FEW_BYTES
+
+
+def _is_made_too_early(scheduler: Scheduler, first: BaseSchedulerNode, second: BaseSchedulerNode) -> bool:
+    """Whether the second would make, before what runs in between, more than then need not be stored any more: results
+    of the first that nobody else reads."""
+    if _follows(first, second):
+        return False
+    inner = {n.get_name() for n in (*first.get_nodes(), *second.get_nodes())}
+    users = {d: {u.node.get_name() for u in scheduler.name_to_buf[d.name].users} for d in first.read_writes.writes}
+    spared = _bytes(d for d, names in users.items() if names <= inner)
+    return _bytes(second.read_writes.writes) > spared + _FEW_BYTES
+
+
+def _bytes(accesses: Iterable[Dep], but: Container[str] = ()) -> int:
+    """Of what is read or written; inputs of the graph are there before and after, and do not count."""
+    named = {d.name: d for d in accesses if d.name not in but and not d.name.startswith(INPUT)}
+    return sum(V.graph.get_dep_size_hint(d) for d in named.values())
+
+
+def _one_by_one(scheduling: Callable[[Any], BaseScheduling]) -> Callable[[Any], BaseScheduling]:
+    """torch's backend of a CPU, but each kernel is a function of its own. (Another one that somebody has chosen makes
+    functions as it likes.)"""
+
+    class OneByOne(CppScheduling):
+        def ready_to_flush(self) -> bool:
+            """Whether the function that is being written is whole."""
+            return super().ready_to_flush() or self._get_scheduled_num_args() > 0
+
+    def made(scheduler: Any) -> BaseScheduling:
+        found = scheduling(scheduler)
+        return OneByOne(scheduler) if type(found) is CppScheduling else found
+
+    return made
