@@ -5,7 +5,8 @@ inductor, on four batches, in what the plan's own rounding changes of FP32's; wh
 backward pass beside the storages that the plan names; peaks of both, as predicted (of the compiled step by the planner,
 and from the generated code) and measured; compile seconds. With --rivals the plan, compiled, against torch.compile with
 autocast and torch's own means to save memory: FP8 for kept tensors by size (inductor's activation quantization) and
-recomputation under `activation_memory_budget`. Time in turn, one thread. Exit code 1 where the two lowerings are
+recomputation under `activation_memory_budget`; and the same plan as torch fuses it, without regard to what that holds
+("not lean"). Time in turn, one thread. Exit code 1 where the two lowerings are
 further apart than what rounding changes, where a tensor is kept beside its storage, where the peak of either lowering
 is more than 5 % off what is predicted (of the compiled one, from its code), and, with --rivals on the transformer and
 the convolutional network, where torch's FP8 has the smaller gradient error at no higher peak, or its recomputation the
@@ -29,6 +30,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
 import autoprec
+from autoprec.execution import inductor
 from autoprec.execution.measuring import peak_bytes, saved_bytes
 from autoprec.planning.evaluator import evaluate
 from autoprec.plans import Plan
@@ -101,11 +103,13 @@ def _tensors(batch: Any) -> list[Tensor]:
     return [x for x in values if isinstance(x, Tensor)]
 
 
-def planned(found: Calibrated, plan: Plan, backend: str) -> Contestant:
+def planned(
+    found: Calibrated, plan: Plan, backend: str, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> Contestant:
     """A plan's."""
     model = copy.deepcopy(found.model)
     autoprec.compile(model, plan=plan, events=None, backend=backend)
-    return Contestant(model=model)
+    return Contestant(model=model, around=around)
 
 
 def compiled(found: Calibrated, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Contestant:
@@ -128,6 +132,16 @@ def fp8_by_size(dtype: str) -> Iterator[None]:
         functorch_config.patch(enable_autograd_cache=False),
     ):
         yield
+
+
+@contextmanager
+def not_lean() -> Iterator[None]:
+    """Plans that keep little are compiled as torch compiles anything."""
+    lean, inductor.lean_code = inductor.lean_code, nullcontext  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        inductor.lean_code = lean
 
 
 def for_compiled(found: Calibrated) -> tuple[Plan, int]:
@@ -180,7 +194,7 @@ def agreement(found: Calibrated, plan: Plan, eager_peak: int) -> list[str]:
     return missed
 
 
-OWN, BY_SIZE = "autoprec memory", "fp8_e4m3 by size"
+OWN, NOT_LEAN, BY_SIZE = "autoprec memory", "  not lean", "fp8_e4m3 by size"
 
 
 def contestants(found: Calibrated, plan: Plan, *names: str) -> tuple[Contestant, dict[str, Contestant]]:
@@ -198,6 +212,7 @@ def contestants(found: Calibrated, plan: Plan, *names: str) -> tuple[Contestant,
             found, lambda: functorch_config.patch(activation_memory_budget=b, enable_autograd_cache=False)
         )
     makers[OWN] = lambda: planned(found, plan, "inductor")
+    makers[NOT_LEAN] = lambda: planned(found, plan, "inductor", not_lean)
     runs: dict[str, Contestant] = {}
     for name in names or makers:
         torch._dynamo.reset()
