@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor import config
 from torch._inductor.choices import InductorChoices
-from torch._inductor.codegen.common import device_codegens, init_backend_registration
+from torch._inductor.codegen.common import device_codegens
 from torch._inductor.utils import fresh_cache
 from torch._inductor.virtualized import V
 
@@ -62,20 +63,26 @@ def test_the_code_of_other_plans_is_as_fast_as_it_gets() -> None:
         assert Inductor(slot.binding, plan, slot.rewritten).order.is_lean is lean
 
 
+def backend() -> str:
+    """Of a CPU, as this thread would compile now."""
+    return type(device_codegens["cpu"].scheduling(None)).__name__
+
+
 def test_others_compile_as_before() -> None:
-    """In this thread too, and after an error."""
-    init_backend_registration()
-    before = device_codegens["cpu"]
-    with pytest.raises(ZeroDivisionError), lean_code():
-        assert device_codegens["cpu"] is not before and type(V.choices) is not InductorChoices
-        assert not config.allow_buffer_reuse
-        raise ZeroDivisionError
-    assert device_codegens["cpu"] is before and type(V.choices) is InductorChoices and config.allow_buffer_reuse
+    """In other threads meanwhile, and in this one after an error."""
+    found = []
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), lean_code():
+            assert backend() == "_OneByOne" and type(V.choices) is not InductorChoices
+            assert not config.allow_buffer_reuse
+            other = threading.Thread(target=lambda: found.append((backend(), type(V.choices))))
+            other.start()
+            other.join()
+            raise ZeroDivisionError
+        found.append((backend(), type(V.choices)))
+    assert found == [("CppScheduling", InductorChoices)] * 4 and config.allow_buffer_reuse
 
 
 def test_another_backend_that_somebody_has_chosen_stays() -> None:
-    init_backend_registration()
-    with config.patch(cpu_backend="triton"), lean_code():
-        assert type(device_codegens["cpu"].scheduling(None)).__name__ == "TritonScheduling"
-    with lean_code():
-        assert type(device_codegens["cpu"].scheduling(None)).__name__ == "OneByOne"
+    with lean_code(), config.patch(cpu_backend="triton"):
+        assert backend() == "TritonScheduling"

@@ -36,12 +36,10 @@ def lean_code() -> Iterator[None]:
     needs any more. The kernels are otherwise torch's."""
     init_backend_registration()
     cpu = device_codegens["cpu"]
-    device_codegens["cpu"] = dataclasses.replace(cpu, scheduling=_one_by_one(cpu.scheduling))
-    try:
-        with V.set_choices_handler(_LeanChoices()), inductor_config.patch(allow_buffer_reuse=False):
-            yield
-    finally:
-        device_codegens["cpu"] = cpu
+    if not isinstance(cpu.scheduling, _Scheduling):
+        device_codegens["cpu"] = dataclasses.replace(cpu, scheduling=_Scheduling(cpu.scheduling))
+    with V.set_choices_handler(_LeanChoices()), inductor_config.patch(allow_buffer_reuse=False):
+        yield
 
 
 class _LeanChoices(InductorChoices):
@@ -95,17 +93,22 @@ def _bytes(accesses: Iterable[Dep], but: Container[str] = ()) -> int:
     return sum(V.graph.get_dep_size_hint(d) for d in named.values())
 
 
-def _one_by_one(scheduling: Callable[[Any], BaseScheduling]) -> Callable[[Any], BaseScheduling]:
-    """torch's backend of a CPU, but each kernel is a function of its own. (Another one that somebody has chosen makes
-    functions as it likes.)"""
+class _OneByOne(CppScheduling):
+    """torch's backend of a CPU, but each kernel is a function of its own."""
 
-    class OneByOne(CppScheduling):
-        def ready_to_flush(self) -> bool:
-            """Whether the function that is being written is whole."""
-            return super().ready_to_flush() or self._get_scheduled_num_args() > 0
+    def ready_to_flush(self) -> bool:
+        """Whether the function that is being written is whole."""
+        return super().ready_to_flush() or self._get_scheduled_num_args() > 0
 
-    def made(scheduler: Any) -> BaseScheduling:
-        found = scheduling(scheduler)
-        return OneByOne(scheduler) if type(found) is CppScheduling else found
 
-    return made
+class _Scheduling:
+    """What torch has registered for a CPU, and `_OneByOne` where this thread compiles lean code. torch has one registry
+    for all threads, so this stays there. A backend that somebody else has chosen makes functions as it likes."""
+
+    def __init__(self, registered: Callable[[Any], BaseScheduling]) -> None:
+        self._registered = registered
+
+    def __call__(self, scheduler: Scheduler | None) -> BaseScheduling:
+        found = self._registered(scheduler)
+        is_lean = type(found) is CppScheduling and isinstance(V.choices, _LeanChoices)
+        return _OneByOne(scheduler) if is_lean else found
