@@ -25,7 +25,10 @@ for _power, _prefix in enumerate("kmgt", 1):
     _UNITS |= {f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power}
 _AMOUNT = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]{0,3}|%)\s*", re.ASCII)
 #: The same for JSON schemas.
-BUDGET_PATTERN = r"^[ \t\n\r\f\v]*[0-9]{1,18}(\.[0-9]{1,18})?[ \t\n\r\f\v]*(([kKmMgGtT][iI]?)?[bB]|%)?[ \t\n\r\f\v]*$"
+BUDGET_PATTERN = (
+    r"^[ \t\n\r\f\v]*[0-9]{1,18}((\.0{1,18})?[ \t\n\r\f\v]*[bB]?|(\.[0-9]{1,18})?[ \t\n\r\f\v]*([kKmMgGtT][iI]?[bB]|%))"
+    r"[ \t\n\r\f\v]*$"
+)
 LARGEST_BUDGET_BYTES = 2**63 - 1
 _BUDGETS = 'valid: null, whole bytes, or text such as "6GiB", "512 MiB", "1.5GB", "60%"'
 
@@ -45,6 +48,8 @@ def parse_budget(value: str | int | None) -> Budget | None:
         if not 0 < amount <= 100:
             raise PolicyError(f"budget {described(value)} must be above 0% and at most 100%")
         return Budget(percent=float(amount))
+    if _UNITS[unit] == 1 and amount.denominator > 1:
+        raise PolicyError(f"budget {described(value)} is a fraction of a byte: its unit is missing; {_BUDGETS}")
     size = int(amount * _UNITS[unit])
     if not 1 <= size <= LARGEST_BUDGET_BYTES:
         raise PolicyError(f"budget {described(value)} must be at least 1 byte and less than 8 EiB")

@@ -50,6 +50,7 @@ GRAPH = OpGraph(
         ("1.5GB", Budget(bytes=1_500_000_000)),
         ("0.1 KiB", Budget(bytes=102)),
         (" 2tib ", Budget(bytes=2 * 2**40)),
+        ("4096.0", Budget(bytes=4096)),
         ("60%", Budget(percent=60.0)),
         ("12.5 %", Budget(percent=12.5)),
         ("100%", Budget(percent=100.0)),
@@ -62,7 +63,22 @@ def test_budget_means_what_it_says(value: str | int | None, expected: Budget | N
 @pytest.mark.parametrize(
     "value",
     ["", " ", "nan", "inf", "-1", "-5%", "0", "0%", "100.1%", "nan%", "6Gib/s", "6 XB", "GiB", "1e9", "6,5GiB", "٣GiB"]
-    + [0, -1, True, 1.5, float("nan"), (), 2**63, 10**5000, "9" * 5000, "9999999999 TiB", "0.4B", "6GiB\0"],
+    + [
+        0,
+        -1,
+        True,
+        1.5,
+        float("nan"),
+        (),
+        2**63,
+        10**5000,
+        "9" * 5000,
+        "9999999999 TiB",
+        "0.4B",
+        "6GiB\0",
+        "1.5",
+        "1.5 b",
+    ],
     ids=repr_short,
 )
 def test_a_wrong_budget_is_refused_with_what_is_valid(value: object) -> None:

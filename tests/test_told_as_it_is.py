@@ -16,6 +16,7 @@ from autoprec.graphs import Role
 from autoprec.plans import Assignment, Event, Plan, Storage
 from autoprec.policies import Policy
 from autoprec.reporting.histories import history_of
+from autoprec.reporting.plans import matching
 from autoprec.reporting.runs import WatchedRun, follow
 from autoprec.schedules import Schedule
 from autoprec.serial import write_plan
@@ -247,6 +248,21 @@ def test_a_policy_whose_schedule_leaves_no_format_is_no_good_one() -> None:
 
 def replace_schedule(policy: Policy, schedule: Sequence[dict[str, Any]]) -> Policy:
     return policy.replaced(schedule=tuple(schedule))
+
+
+# Names -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_op_is_found_by_its_name_also_where_that_reads_as_a_glob() -> None:
+    """`nn.ModuleDict` takes brackets and stars as names."""
+    names = ("heads.a[0]", "heads.a0", "heads.*", "heads.b")
+    plan = Plan(
+        assignments=tuple(Assignment(op=f"{n}:linear#0", role=Role.OUTPUT, format="bf16", reason="") for n in names)
+    )
+    for name in names:
+        for text in (name, f"{name}:linear#0"):
+            assert [d.op for d in matching(plan, text)] == [f"{name}:linear#0"]
+    assert len(matching(plan, "heads.[ab]*")) == 3 and len(matching(plan, "h*")) == 4
 
 
 # Frozen weights ---------------------------------------------------------------------------------------------------

@@ -96,9 +96,11 @@ def decisions(plan: Plan) -> tuple[OpDecision, ...]:
 
 
 def matching(plan: Plan, pattern: str) -> tuple[OpDecision, ...]:
-    """The ops whose id or module matches a glob; `InputError` with the nearest one if there is none."""
+    """The ops whose id or module is this text, or, where none is, matches it as a glob; `InputError` with the nearest
+    one if there is none."""
     known = decisions(plan)
-    found = tuple(d for d in known if fnmatchcase(d.op, pattern) or fnmatchcase(_module(d.op), pattern))
+    found = tuple(d for d in known if pattern in (d.op, _module(d.op)))  # names of modules may have brackets
+    found = found or tuple(d for d in known if fnmatchcase(d.op, pattern) or fnmatchcase(_module(d.op), pattern))
     if not found:
         names = {name for d in known for name in (d.op, _module(d.op))}
         hint = nearest(pattern.replace("*", ""), names) if len(names) <= 20 else _nearest_of_many(pattern, names)
