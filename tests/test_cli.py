@@ -164,6 +164,8 @@ def test_plan_says_what_it_wrote(calibrated: Path, run: Run) -> None:
         "autoprec explain plan.yaml",
     ):
         assert word in out
+    code, out, _ = run("plan", calibrated / "net.safetensors", "-o", "my plan.yaml")
+    assert code == 0 and "autoprec explain 'my plan.yaml'," in out  # a command that a shell takes as it is
 
 
 def test_a_dry_run_says_all_and_writes_nothing(calibrated: Path, run: Run) -> None:

@@ -3,6 +3,7 @@ are to run on a target."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from rich.text import Text
@@ -65,7 +66,7 @@ def write_offline_plan(
     if out is not None:
         write_plan(out, made)
         how = ", backend='inductor'" if given.graph.compiled else ""
-        use = f"autoprec explain {out}, or autoprec.compile(model, plan={str(out)!r}{how})"
+        use = f"autoprec explain {shlex.quote(str(out))}, or autoprec.compile(model, plan={str(out)!r}{how})"
         case = "" if case_out is None else f"case     {case_out}\n"
         written = f"plan     {out}\n{case}next     {use}"
     if given.graph.compiled and target is None:
