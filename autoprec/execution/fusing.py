@@ -26,8 +26,9 @@ __all__ = ["INPUT", "lean_code"]
 #: How torch names parameters, buffers and inputs of a graph.
 INPUT = "primals_"
 
-#: Bytes that a fusion may hold more: those of biases, scales and statistics.
-_FEW_BYTES = 4096
+#: Bytes that a fusion, or a function, may hold more: biases, scales and statistics. Functions of less than that are not
+#: worth a call of the C++ compiler each.
+_FEW_BYTES = 1 << 16
 
 
 @contextmanager
@@ -94,11 +95,12 @@ def _bytes(accesses: Iterable[Dep], but: Container[str] = ()) -> int:
 
 
 class _OneByOne(CppScheduling):
-    """torch's backend of a CPU, but each kernel is a function of its own."""
+    """torch's backend of a CPU, but each kernel is a function of its own, with no more than a few bytes beside it."""
 
     def ready_to_flush(self) -> bool:
         """Whether the function that is being written is whole."""
-        return super().ready_to_flush() or self._get_scheduled_num_args() > 0
+        accesses = (n.read_writes for n in self.kernel_group.scheduled_nodes)
+        return super().ready_to_flush() or sum(_bytes(a.reads) + _bytes(a.writes) for a in accesses) > _FEW_BYTES
 
 
 class _Scheduling:
