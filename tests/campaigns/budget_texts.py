@@ -9,7 +9,8 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "": 1}
 
 
 def valid(value: Any) -> bool:
-    """Null, whole bytes from 1 to below 2^63, or digits with a unit or a per cent sign (above 0, at most 100)."""
+    """Null, whole bytes from 1 to below 2^63, or digits with a unit or a per cent sign (above 0, at most 100). A fraction
+    of a byte is none."""
     if value is None:
         return True
     if type(value) is int:
@@ -25,4 +26,6 @@ def valid(value: Any) -> bool:
     amount = int(whole + rest)  # in units of 10^-len(rest)
     if unit == "%":
         return 0 < amount <= 100 * 10 ** len(rest)
+    if unit in ("", "b") and rest.strip("0"):
+        return False
     return unit in _UNITS and 1 <= amount * _UNITS[unit] // 10 ** len(rest) < 2**63
