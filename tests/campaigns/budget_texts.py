@@ -9,8 +9,8 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "": 1}
 
 
 def valid(value: Any) -> bool:
-    """Null, whole bytes from 1 to below 2^63, or digits with a unit or a per cent sign (above 0, at most 100). A fraction
-    of a byte is none."""
+    """Null, whole bytes from 1 to below 2^63, or digits with a unit or a per cent sign (above 0, at most 100). Not a
+    fraction of a byte."""
     if value is None:
         return True
     if type(value) is int:
