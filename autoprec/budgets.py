@@ -49,7 +49,7 @@ def parse_budget(value: str | int | None) -> Budget | None:
             raise PolicyError(f"budget {described(value)} must be above 0% and at most 100%")
         return Budget(percent=float(amount))
     if _UNITS[unit] == 1 and amount.denominator > 1:
-        raise PolicyError(f"budget {described(value)} is a fraction of a byte: its unit is missing; {_BUDGETS}")
+        raise PolicyError(f"budget {described(value)} is a fraction of a byte; {_BUDGETS}")
     size = int(amount * _UNITS[unit])
     if not 1 <= size <= LARGEST_BUDGET_BYTES:
         raise PolicyError(f"budget {described(value)} must be at least 1 byte and less than 8 EiB")

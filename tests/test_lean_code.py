@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +18,9 @@ from torch._inductor.utils import fresh_cache
 from torch._inductor.virtualized import V
 
 import autoprec
-from autoprec.execution import inductor
+from autoprec.execution import fusing, inductor
 from autoprec.execution.fusing import lean_code
-from autoprec.execution.inductor import Inductor
+from autoprec.execution.inductor import Inductor, Partitioner
 from autoprec.execution.measuring import peak_bytes
 from autoprec.plans import Plan
 from tests.test_lowering import plan_of, step
@@ -61,6 +64,47 @@ def test_the_code_of_other_plans_is_as_fast_as_it_gets() -> None:
         model, _, _ = compiled(plan, x)
         (slot,) = autoprec.session(model)._slots.values()
         assert Inductor(slot.binding, plan, slot.rewritten).order.is_lean is lean
+
+
+def beside_each_other(x: Tensor, wide: Tensor, narrow: Tensor) -> tuple[Tensor, Tensor]:
+    """Both read what is made in the first product; either is done with before the other need be there."""
+    hidden = x @ wide
+    return hidden.relu() @ narrow, hidden.sigmoid() @ narrow
+
+
+def one_of_the_other(x: Tensor, wide: Tensor, narrow: Tensor) -> tuple[Tensor, Tensor]:
+    """The second is made of the first, and not needed before the largest product is done with."""
+    hidden = (x @ wide).relu()
+    return (hidden @ wide).sum(), hidden.sigmoid() @ narrow
+
+
+@pytest.mark.parametrize(
+    ("function", "choice"),
+    [(beside_each_other, "can_fuse_horizontal"), (one_of_the_other, "can_fuse_vertical")],
+)
+def test_no_fusion_holds_a_tensor_more(
+    function: Callable[..., Any], choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, wide, narrow = torch.randn(1024, 256), torch.randn(256, 256), torch.randn(256, 4)
+
+    def tensors_held(code: AbstractContextManager[None]) -> float:
+        torch._dynamo.reset()
+        with torch.no_grad(), fresh_cache():
+            with code:
+                run = torch.compile(function)
+                run(x, wide, narrow)
+            return peak_bytes(lambda: run(x, wide, narrow), x.device) / (x.numel() * x.element_size())
+
+    assert tensors_held(lean_code()) == pytest.approx(2, abs=0.05)
+    assert tensors_held(nullcontext()) == pytest.approx(3, abs=0.05)
+    monkeypatch.setattr(fusing._LeanChoices, choice, staticmethod(getattr(InductorChoices, choice)))
+    assert tensors_held(lean_code()) == pytest.approx(3, abs=0.05)  # it is this choice that makes the difference
+
+
+def test_code_of_one_kind_is_not_taken_for_the_other() -> None:
+    """Out of torch's cache, which knows nothing of fusions that were not made."""
+    lean, other = Partitioner({}, is_lean=True), Partitioner({}, is_lean=False)
+    assert lean.uuid() != other.uuid() and pickle.dumps(lean) != pickle.dumps(other)
 
 
 def backend() -> str:

@@ -66,6 +66,19 @@ def test_another_process_compiles_what_the_run_takes_from_the_cache() -> None:
     run.steps(2)
 
 
+def test_so_it_does_where_something_is_kept_narrow() -> None:
+    run = training()
+    plan = plan_of({"0:linear#0": "bf16", "1:relu#0": "bf16"}, {"1:relu#0": "fp8_e4m3"})
+    run.session.adopt(plan)
+    assert [o.is_lean for o in orders(run.session)] == [True]
+    counters.clear()
+    run.steps(STEPS - 1)
+    assert isinstance(run.session._takeover._beside, Worker)
+    run.step()
+    assert len(run.told("lowered")) == 1 and not run.told("warning")
+    assert cache("hit") == 2 and cache("miss") == 0
+
+
 def test_a_run_that_was_copied_goes_on_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(takeover, "can_copy", beside.can_copy)
     run = training()

@@ -128,12 +128,12 @@ class Inductor:
     def _order(self, examples: Sequence[Any]) -> Order:
         # On a GPU, where a read that is saved is worth more, nobody has measured what that costs.
         on_cpu = all(x.is_cpu for x in examples if isinstance(x, Tensor))
-        return Order(self._labelled(), examples, bool(self._narrow()) and on_cpu)
+        return Order(self._labelled(), examples, bool(self._narrow) and on_cpu)
 
     def _compile(self, examples: Sequence[Any]) -> Callable[..., Any]:
         begin = time.perf_counter()
         try:
-            run, passes, partitioner = compile_graph(self._order(examples), self._narrow())
+            run, passes, partitioner = compile_graph(self._order(examples), self._narrow)
         except Exception as error:
             what = " ".join(str(error).split())[:300]
             raise RefusedError(
@@ -162,6 +162,7 @@ class Inductor:
         values = [n.meta.get("example_value") if isinstance(n, fx.Node) else None for n in results]
         return [i for i, y in enumerate(values) if isinstance(y, Tensor) and y.requires_grad]
 
+    @cached_property
     def _narrow(self) -> dict[str, Narrow]:
         """The tensors that the plan does not keep as they are."""
         found = {}
@@ -363,10 +364,15 @@ class Partitioner(CustomPartitionerFn):
             again=bool(size) and not planned and not instead and 2 * size_hint(value.numel()) > size,
         )
 
+    def __reduce__(self) -> tuple[type[Partitioner], tuple[dict[str, Narrow], bool]]:
+        """Torch names code by this too: what is only told of it must not be a part, which another process that
+        compiles the same graph does not know."""
+        return Partitioner, ({}, self._is_lean)
+
     def uuid(self) -> str:
         """A part of the name under which code is cached, which does not say by itself whether it may write to what
         the forward pass has kept: what others have compiled of the same graph does. Nor whether it is lean."""
-        return f"autoprec, kept tensors are not written to, {'lean' if self._is_lean else 'as fast as it gets'}"
+        return f"autoprec, kept tensors are not written to, {'lean' if self._is_lean else 'not lean'}"
 
 
 def _tensor(node: fx.Node) -> str:
