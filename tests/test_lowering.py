@@ -164,7 +164,7 @@ def test_a_norm_may_keep_its_input_normalized() -> None:
 def test_what_is_kept_beside_its_storage_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the plan did not keep as it is what it does."""
     said = {":gelu#0": inductor.Narrow(256 * 64, "float8_e4m3fn", ("elsewhere",))}
-    monkeypatch.setattr(inductor.Inductor, "_narrow", lambda self: said)
+    monkeypatch.setattr(inductor.Inductor, "_narrow", said)
     _, _, model = both(Block(), plan_of({":gelu#0": "fp32"}), torch.randn(256, 16))
     (made,) = autoprec.session(model).lowering.compiled
     assert {t.tensor for t in made.kept if t.again} == {":gelu#0"}
