@@ -33,6 +33,7 @@ from autoprec.execution.undifferentiated import Reach
 from autoprec.numerics.compilers import OF_TENSOR
 from autoprec.numerics.dtypes import dtype_of, has_dtype
 from autoprec.numerics.frozen import NarrowParameter, format_held, narrow_like
+from autoprec.numerics.recurrent import as_one_kernel
 from autoprec.plans import AS_IS, RECOMPUTED, Plan
 from autoprec.rewriting.rewrite import Rewritten
 from autoprec.tracing.bindings import Binding
@@ -210,6 +211,7 @@ def compile_graph(
     """(what runs, its forward pass and its backward pass if it has one, what knows what is kept). `narrow`: by tensor,
     what the plan does not keep as it is; only what is then told of it depends on this."""
     partitioner, passes = Partitioner(narrow or {}, order.is_lean), list[_Pass]()
+    as_one_kernel(order.module)
 
     def compile_pass(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         context = TracingContext.try_get()
