@@ -89,13 +89,13 @@ class Rnn(nn.Module):
         return self.out(self.rnn(x)[0])
 
 
-def test_what_the_compiler_makes_wrong_runs_as_it_is() -> None:
-    """torch's compiler takes an LSTM of inputs without gradients, and its code fails; its kernel ends the process if it
-    is asked what it takes of zeros."""
+def test_an_lstm_of_inputs_without_gradients() -> None:
+    """Of which torch's compiler makes code that fails."""
     torch.manual_seed(0)
     model, x = Rnn(), torch.randn(4, 5, 8)
     autoprec.compile(model, policy="observe", events=None, backend="inductor")
     train(model, x)
+    assert autoprec.session(model).lowering.compiled and not lowering_warnings(model)
     model.zero_grad()
     model(x).square().mean().backward()
     given = {n: p.grad for n, p in model.named_parameters()}
@@ -121,6 +121,29 @@ def test_sizes_that_the_compiler_refuses_run_as_they_are(monkeypatch: pytest.Mon
     train(model, torch.randn(5, 16))
     [told] = lowering_warnings(model)
     assert "not for these sizes" in told.evidence and "runs uncompiled" in told.evidence
+
+
+def test_code_that_fails_at_its_first_run_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autoprec.execution import inductor
+
+    compile_graph = inductor.compile_graph
+
+    def failing(*arguments: Any) -> tuple[Any, ...]:
+        def run(*_: object) -> None:
+            torch.rand(3)
+            raise RuntimeError("a tensor of another size")
+
+        return run, *compile_graph(*arguments)[1:]
+
+    monkeypatch.setattr(inductor, "compile_graph", failing)
+    model, x = small(), torch.randn(8, 16)
+    autoprec.compile(model, policy="observe", events=None, backend="inductor")
+    train(model, x)
+    before = torch.get_rng_state()
+    train(model, x, steps=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    [told] = lowering_warnings(model)
+    assert "a tensor of another size" in told.evidence and "runs uncompiled" in told.evidence
 
 
 class Noisy(nn.Module):

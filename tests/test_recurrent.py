@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from torch import Tensor, nn
 
 import autoprec
 from autoprec.devices import Datasheet
+from autoprec.execution.measuring import peak_bytes
+from autoprec.numerics import recurrent
 from autoprec.numerics.dtypes import native_formats
 from autoprec.planning.planner import ask, propose
 from autoprec.planning.roofline import modelled_device
@@ -18,6 +22,7 @@ from autoprec.serial import load_device
 from tests.bench.measure import calibrate, one_thread
 from tests.bench.recurrent import narrowed
 from tests.bench.workloads import WORKLOADS
+from tests.cpus import HAS_BF16
 
 
 def plan_of(fmt: str, *regions: Region, op: str = "lstm:lstm#0") -> Plan:
@@ -167,3 +172,74 @@ def test_an_lstm_with_a_projection_keeps_fp32() -> None:
     batches = [torch.randn(4, 6, 8) for _ in range(2)]
     autoprec.compile(model, policy="bf16", batches=batches, loss_fn=lambda m, x: m(x)[0].mean(), events=None)
     assert "lstm#0" not in {a.op.partition(":")[2] for a in autoprec.session(model).plan.assignments}
+
+
+# -- compiled ------------------------------------------------------------------------------------------------------
+
+
+def made_by(
+    function: Callable[..., tuple[Tensor, ...]], layer: nn.LSTM, x: Tensor, state: list[Tensor]
+) -> list[Tensor]:
+    """Results, and gradients of all that goes in."""
+    torch.manual_seed(1)
+    options = (layer.bias, layer.num_layers, layer.dropout, layer.training, layer.bidirectional, layer.batch_first)
+    results = function(x, state, layer._flat_weights, *options)
+    loss = sum((k + 1) * y.float().square().sum() for k, y in enumerate(results))
+    assert isinstance(loss, Tensor)
+    return [*results, *torch.autograd.grad(loss, [x, *state, *layer.parameters()])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bias": False}, {"batch_first": True}, {"num_layers": 2, "dropout": 0.3}, {"bidirectional": True}]
+    + [{"num_layers": 3, "dropout": 0.5, "bidirectional": True, "batch_first": True}, {"proj_size": 5}],
+    ids=lambda o: ", ".join(o) or "plain",
+)
+def test_one_kernel_for_each_layer_gives_torchs_bits(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    for training in (True, False):
+        layer = nn.LSTM(7, 11, **options, dtype=dtype).train(training)
+        x = torch.randn(5, 3, 7, dtype=dtype, requires_grad=True)
+        of_layers = layer.num_layers * (1 + layer.bidirectional), 5 if layer.batch_first else 3
+        h = torch.randn(*of_layers, layer.proj_size or 11, dtype=dtype, requires_grad=True)
+        state = [h, torch.randn(*of_layers, 11, dtype=dtype, requires_grad=True)]
+        ours, torchs = (made_by(f, layer, x, state) for f in (recurrent.lstm, torch.lstm))
+        assert all(torch.equal(a, b) for a, b in zip(ours, torchs, strict=True))
+
+
+def test_compiled_it_is_one_kernel_of_eagers_bits_whose_peak_is_told() -> None:
+    """Also for other batches and lengths, for which a graph with symbols keeps less."""
+    torch._dynamo.reset()
+    models, fmt = [Headed(), Headed()], "bf16" if HAS_BF16 else "fp32"
+    models[1].load_state_dict(models[0].state_dict())
+    for model, backend in zip(models, ("inductor", "eager"), strict=True):
+        autoprec.compile(model, plan=plan_of(fmt), events=None, backend=backend)
+    lowering = autoprec.session(models[0]).lowering
+    sizes = [(8, 40), (6, 40), (8, 40), (6, 41), (5, 42), (7, 43)]
+    for batch, length in sizes:
+        x = torch.randn(batch, length, 8)
+        losses = [m(x).square().mean() for m in models]
+        assert torch.equal(*losses)
+        for model, loss in zip(models, losses, strict=True):
+            model.zero_grad()
+            loss.backward()
+        for p, q in zip(*(m.parameters() for m in models), strict=True):
+            assert p.grad is not None and q.grad is not None
+            assert (p.grad - q.grad).norm() <= 1e-5 * q.grad.norm()  # the head's sums are in another order
+    assert len(lowering.compiled) == 3  # as Dynamo captured: the sizes of the first, any batch, any length
+    elements = [8 * 40 * 16, 6 * 40 * 16, 6 * 41 * 16]  # of what the kernel makes, at the first call of each
+    kept = [sum(t.bytes for t in c.kept) / n for c, n in zip(lowering.compiled, elements, strict=True)]
+    assert kept[0] > 40 and max(kept[1:]) < 20
+    x = torch.randn(6, 41, 8)
+    measured = peak_bytes(lambda: models[0](x).square().mean().backward(), x.device)
+    assert lowering.compiled[-1].peak_bytes == pytest.approx(measured, rel=0.02)
+
+
+def test_what_it_keeps_is_in_its_peak() -> None:
+    torch._dynamo.reset()
+    model, x = Headed(), torch.randn(16, 50, 8)
+    autoprec.compile(model, plan=plan_of("fp32"), events=None, backend="inductor")
+    model(x).square().mean().backward()
+    (made,) = autoprec.session(model).lowering.compiled
+    measured = peak_bytes(lambda: model(x).square().mean().backward(), x.device)
+    assert measured > 61 * 16 * 50 * 16 and made.peak_bytes == pytest.approx(measured, rel=0.02)

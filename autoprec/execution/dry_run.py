@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from autoprec.devices import DEVICE_TYPES
 from autoprec.execution.measuring import workspace_bytes
-from autoprec.numerics.recurrent import read_by_backward
 
 __all__ = ["DryRun", "dry_run", "size_hint"]
 
@@ -225,9 +224,6 @@ def _layout(x: Tensor) -> _Layout:
 #: Kernels that read addresses out of what the forward pass has left them: on zeros they end the process.
 _NEVER_ON_ZEROS = {"aten::mkldnn_rnn_layer_backward"}
 
-#: And those of which it is known what reads them.
-_READS = {"autoprec::lstm_layer_backward": read_by_backward}
-
 
 def _workspace(kernel: Any, args: Any, kwargs: Any, device: torch.device) -> int:
     """Bytes that a kernel takes for itself: of zeros of these layouts. `RuntimeError` where it takes no zeros."""
@@ -240,6 +236,4 @@ def _workspace(kernel: Any, args: Any, kwargs: Any, device: torch.device) -> int
         return torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=device).zero_()
 
     positional, named = pytree.tree_map(zeros, (args, kwargs), is_leaf=lambda x: isinstance(x, _Layout))
-    if kernel.name() in _READS:
-        positional = _READS[kernel.name()](*positional)
     return workspace_bytes(lambda: kernel(*positional, **named), device)

@@ -100,8 +100,8 @@ class Inductor:
             examples = self._examples(held)
             if self._rewritten is not None and self._plan is not None:
                 checking = CheckingInterpreter(self._rewritten, self._binding, self._plan)
-                with mode, torch.no_grad():
-                    checking.run(*examples)
+                with mode, torch.no_grad():  # with numbers for the symbols, which not all kernels of torch take
+                    checking.run(*map(_as_first_seen, examples))
                 self.executed = checking.executed
             run = self._compile(examples)
         if not self._symbols:
@@ -187,6 +187,15 @@ class Inductor:
         if self._rewritten is None:
             return _labelled(template.module, template.flat.origin, self._binding.tensor_id)
         return _labelled(self._rewritten.module, self._rewritten.origin, self._binding.tensor_id)
+
+
+def _as_first_seen(x: Any) -> Any:
+    """An input of a graph with the sizes of the first call."""
+    if isinstance(x, torch.SymInt):
+        return size_hint(x)
+    if isinstance(x, Tensor) and any(isinstance(n, torch.SymInt) for n in (*x.shape, *x.stride())):
+        return x.new_empty_strided(tuple(map(size_hint, x.shape)), tuple(map(size_hint, x.stride())))
+    return x
 
 
 def _living(binding: Binding, plan: Plan) -> dict[int, str]:

@@ -2,6 +2,9 @@
 
 torch's compiler takes an LSTM that is trained apart into the ops of every time step: a layer of 16 steps is compiled in
 20 seconds, and takes 0.9 to 2.1 times as long as the kernel (docs/measurements/recurrent.md).
+
+What the kernel leaves for its backward pass has a size that oneDNN tells of numbers, and not of symbols. A graph for
+any batch or length keeps nothing of it, and the backward pass runs the forward pass again.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["as_one_kernel", "lstm", "read_by_backward"]
+__all__ = ["as_one_kernel", "lstm"]
 
 #: How oneDNN's binding in torch numbers kinds of recurrent layers.
 _LSTM = 2
@@ -27,8 +30,8 @@ def as_one_kernel(module: fx.GraphModule) -> None:
     """Let each LSTM of the graph, and of those inside of it, call `lstm` from now on."""
     for graph in (m.graph for m in module.modules() if isinstance(m, fx.GraphModule)):
         for node in graph.nodes:
-            if node.op == "call_function" and node.target is torch.lstm and len(node.args) == 9 and not node.kwargs:
-                node.target = lstm
+            if node.target is torch.lstm and len(node.args) == 9 and isinstance(node.args[1], (tuple, list)):
+                node.target = lstm  # of tensors, and not of a packed sequence
     module.recompile()
 
 
@@ -50,6 +53,7 @@ def lstm(
         return torch.lstm(x, states, weights, has_biases, layers, dropout, train, bidirectional, batch_first)
     h, c = (s.contiguous() for s in states)
     directions, of_one = 1 + bidirectional, 2 + 2 * has_biases
+    keeps = not any(isinstance(n, torch.SymInt) for n in (*x.shape, *h.shape))
     there = (x.transpose(0, 1) if batch_first else x).contiguous()
     last: list[tuple[Tensor, Tensor]] = []
     for layer in range(layers):
@@ -58,7 +62,7 @@ def lstm(
             k = layer * directions + reverse
             given = [w.contiguous() for w in weights[k * of_one : (k + 1) * of_one]]
             biases = given[2:] or [torch.zeros_like(given[0][:, 0])] * 2
-            y, *states_after, _ = _layer(there, *given[:2], *biases, h[k], c[k], bool(reverse), has_biases)
+            y, *states_after, _ = _layer(there, *given[:2], *biases, h[k], c[k], bool(reverse), has_biases, keeps)
             made.append(y)
             last.append((states_after[0], states_after[1]))
         there = made[0] if len(made) == 1 else torch.cat(made, -1)
@@ -89,12 +93,14 @@ def _layer(
     c: Tensor,
     reverse: bool,
     has_biases: bool,
+    keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x: (time, batch, width). (Output, last hidden state, last cell state, bytes for the backward pass.)"""
+    """x: (time, batch, width). (Output, last hidden state, last cell state, bytes for the backward pass if it keeps
+    them.)"""
     given = [t.detach() for t in (x, w_ih, w_hh, b_ih, b_hh, h, c)]
     with torch.enable_grad():  # without, the kernel leaves nothing for its backward pass
         y, h, c, left = _kernel(*given, reverse, [], _LSTM, h.shape[-1], 1, has_biases, False, False, True)
-    return y, h, c, left
+    return y, h, c, left if keeps else left.new_empty(0)
 
 
 @_layer.register_fake
@@ -108,11 +114,10 @@ def _(
     c: Tensor,
     reverse: bool,
     has_biases: bool,
+    keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    time, batch, width = (int(n) for n in x.shape)
-    size = _workspace_bytes(time, batch, width, int(h.shape[-1]), x.dtype)
-    left = x.new_empty(size, dtype=torch.uint8)
-    return x.new_empty(time, batch, h.shape[-1]), torch.empty_like(h), torch.empty_like(c), left
+    left = x.new_empty(_workspace_bytes(*x.shape, h.shape[-1], x.dtype) if keeps else 0, dtype=torch.uint8)
+    return x.new_empty(*x.shape[:2], h.shape[-1]), torch.empty_like(h), torch.empty_like(c), left
 
 
 @cache
@@ -122,7 +127,7 @@ def _workspace_bytes(time: int, batch: int, width: int, hidden: int, dtype: torc
         x, state = torch.zeros(time, batch, width, dtype=dtype), torch.zeros(batch, hidden, dtype=dtype)
         weights = (torch.zeros(4 * hidden, n, dtype=dtype) for n in (width, hidden))
         bias = torch.zeros(4 * hidden, dtype=dtype)
-        return int(_layer(x, *weights, bias, bias, state, state, False, True)[-1].numel())
+        return int(_layer(x, *weights, bias, bias, state, state, False, True, True)[-1].numel())
 
 
 @torch.library.custom_op("autoprec::lstm_layer_backward", mutates_args=(), device_types="cpu")
@@ -135,6 +140,8 @@ def _layer_backward(
 ) -> list[Tensor]:
     """`given` and `made` are what `_layer` was given and gave. Gradients of x, both weights, a bias and both states, in
     FP32: the kernel's own."""
+    if not made[-1].numel():
+        made = list(_layer(*given, reverse, has_biases, True))
     *results, left = made
     options = (reverse, _LSTM, given[5].shape[-1], 1, has_biases, True, False, [], False)
     dense = [None if g is None else g.contiguous() for g in gradients]
@@ -156,7 +163,7 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs[:7], *output)
-    ctx.options = inputs[7:]
+    ctx.options = inputs[7:9]
     ctx.set_materialize_grads(False)
 
 
@@ -164,19 +171,7 @@ def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, 
     given, made = list(ctx.saved_tensors[:7]), list(ctx.saved_tensors[7:])
     found = _layer_backward(given, made, list(gradients[:3]), *ctx.options)
     x, w_ih, w_hh, bias, h, c = (g.to(given[0].dtype) for g in found)
-    return x, w_ih, w_hh, bias, bias.clone(), h, c, None, None
+    return x, w_ih, w_hh, bias, bias.clone(), h, c, None, None, None
 
 
 _layer.register_autograd(_differentiate, setup_context=_save)
-
-
-def read_by_backward(
-    given: list[Tensor],
-    made: list[Tensor],
-    gradients: list[Tensor | None],
-    reverse: bool,
-    has_biases: bool,
-) -> tuple[list[Tensor], list[Tensor], list[Tensor | None], bool, bool]:
-    """Arguments of the backward pass with what a forward pass of `given` leaves in place of `made`: the kernel reads
-    addresses out of it, and ends the process where there are none."""
-    return given, list(_layer(*given, reverse, has_biases)), gradients, reverse, has_biases

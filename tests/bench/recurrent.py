@@ -1,7 +1,8 @@
 """LSTMs in BF16: predicted and measured. `python -m tests.bench.recurrent`
 
 First torch's recurrent layers alone, in FP32, BF16 and FP16: seconds of a forward and backward pass, one thread, and
-the relative error of outputs and of weight gradients. Then the two recurrent workloads, each LSTM in BF16 by itself and
+the relative error of outputs and of weight gradients. LSTMs compiled, taken apart as torch's compiler does it and by
+one kernel as ours does, in turn with eager ones. Then the two recurrent workloads, each LSTM in BF16 by itself and
 all else in FP32: root mean square of the loss change, and of the relative error of the LSTM's weight gradients, over 32
 batches that calibration did not see, beside what the planner predicts.
 """
@@ -12,15 +13,19 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Generator, Tensor, nn
+from torch._inductor.utils import fresh_cache
 
 import autoprec
+from autoprec.execution.measuring import peak_bytes
 from autoprec.graphs import OpClass, Role
 from autoprec.numerics.dtypes import dtype_of
+from autoprec.numerics.recurrent import lstm
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.solutions import Solution
 from autoprec.planning.uniform import uniform_choice
@@ -76,6 +81,58 @@ def step(layer: nn.Module, x: Tensor, g: Tensor) -> list[Tensor]:
 def relative(a: Tensor, b: Tensor) -> float:
     """‖a − b‖ / ‖b‖."""
     return float((a - b).norm() / b.norm())
+
+
+#: (batch, time, width) of the layers that are compiled. Each step of time costs torch's compiler more than a second.
+COMPILED = ((8, 16, 192), (32, 16, 256))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How an LSTM runs: seconds to compile it and of a step, and bytes of the step's peak."""
+
+    name: str
+    compile_seconds: float
+    seconds: float
+    peak_bytes: int
+
+
+def compiled(batch: int, steps: int, width: int, dtype: torch.dtype, rounds: int = 40) -> list[Way]:
+    """A layer in eager mode, compiled by one kernel, and compiled as torch does it; medians of rounds in turn."""
+    torch.manual_seed(0)
+    layer = nn.LSTM(width, width, batch_first=True).to(dtype)
+    x, g = (torch.randn(batch, steps, width, dtype=dtype) for _ in range(2))
+    x.requires_grad_()
+    state = [torch.zeros(1, batch, width, dtype=dtype)] * 2
+
+    def by(function: Callable[..., tuple[Tensor, ...]]) -> Callable[[Tensor], Tensor]:
+        return lambda x: function(x, state, layer._flat_weights, True, 1, 0.0, True, False, True)[0]
+
+    def step(way: Callable[[Tensor], Tensor]) -> None:
+        torch.autograd.grad(way(x), [x, *layer.parameters()], g)
+
+    ways = {
+        "eager": by(torch.lstm),
+        "one kernel": torch.compile(by(lstm)),
+        "taken apart": torch.compile(by(torch.lstm)),
+    }
+    first, taken = {}, {name: list[float]() for name in ways}
+    with fresh_cache(), torch._dynamo.config.patch(allow_rnn=True):
+        for name, way in ways.items():
+            torch._dynamo.reset()
+            begin = time.perf_counter()
+            step(way)
+            first[name] = time.perf_counter() - begin
+        for _ in range(rounds):
+            for name, way in ways.items():
+                begin = time.perf_counter()
+                step(way)
+                taken[name].append(time.perf_counter() - begin)
+        return [
+            Way(name=name, compile_seconds=first[name], seconds=statistics.median(taken[name]),
+                peak_bytes=peak_bytes(partial(step, way), x.device))
+            for name, way in ways.items()
+        ]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +206,14 @@ def main() -> None:
                     plain = plain or a.seconds
                     print(f"{kind:5} {' × '.join(map(str, shape)):>16} {a.format:>12} {a.seconds * 1e3:9.1f}"
                           f" {a.seconds / plain:7.2f} {a.output_error:22.4f} {a.gradient_error:17.4f}",
+                          flush=True)  # fmt: skip
+        print("\nLSTM compiled       format  way           compiled in s  step ms  / eager   peak MB")
+        for shape in COMPILED:
+            for name in ("fp32", "bf16"):
+                eager, *others = compiled(*shape, dtype_of(name))
+                for way in (eager, *others):
+                    print(f"{' × '.join(map(str, shape)):18} {name:>7}  {way.name:12} {way.compile_seconds:14.1f}"
+                          f" {way.seconds * 1e3:8.2f} {way.seconds / eager.seconds:8.2f} {way.peak_bytes / 1e6:9.2f}",
                           flush=True)  # fmt: skip
         print("\nLSTM in BF16                             loss change: predicted  measured  ratio"
               "   weight gradients: predicted  measured  ratio")  # fmt: skip
