@@ -235,6 +235,23 @@ def test_compiled_it_is_one_kernel_of_eagers_bits_whose_peak_is_told() -> None:
     assert lowering.compiled[-1].peak_bytes == pytest.approx(measured, rel=0.02)
 
 
+def test_its_ops_are_what_a_compiler_is_told() -> None:
+    """And differentiated twice, the graph gives the same gradients: the kernel writes to what it was left."""
+    shapes = [(5, 3, 7), (44, 7), (44, 11), (44,), (44,), (3, 11), (3, 11)]
+    given = [torch.randn(*s, requires_grad=True) for s in shapes]
+    # What the kernel leaves is not all written to, so two calls leave different bytes.
+    but_values = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(recurrent._layer, (*given, True, True, True), test_utils=but_values)
+    torch.library.opcheck(recurrent._layer, (*given, False, True, False))
+    made = [t.detach() for t in recurrent._layer(*given, False, True, True)]
+    arguments = ([t.detach() for t in given], made, [torch.randn(5, 3, 11), None, torch.randn(3, 11)], False, True)
+    torch.library.opcheck(recurrent._layer_backward, arguments, test_utils=but_values[1:])
+    first, second = (recurrent._layer_backward(*arguments) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with torch.inference_mode():
+        assert recurrent._layer(*given, False, True, True)[-1].numel() == made[-1].numel()
+
+
 def test_what_it_keeps_is_in_its_peak() -> None:
     torch._dynamo.reset()
     model, x = Headed(), torch.randn(16, 50, 8)

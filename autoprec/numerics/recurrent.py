@@ -116,14 +116,15 @@ def _(
     has_biases: bool,
     keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    left = x.new_empty(_workspace_bytes(*x.shape, h.shape[-1], x.dtype) if keeps else 0, dtype=torch.uint8)
+    size = _workspace_bytes(*map(int, (*x.shape, h.shape[-1])), x.dtype) if keeps else 0
+    left = x.new_empty(size, dtype=torch.uint8)
     return x.new_empty(*x.shape[:2], h.shape[-1]), torch.empty_like(h), torch.empty_like(c), left
 
 
 @cache
 def _workspace_bytes(time: int, batch: int, width: int, hidden: int, dtype: torch.dtype) -> int:
     """What the kernel leaves for its backward pass. oneDNN says this only of a call."""
-    with _disable_current_modes(), torch.no_grad():
+    with _disable_current_modes(), torch.no_grad(), torch.device("cpu"):
         x, state = torch.zeros(time, batch, width, dtype=dtype), torch.zeros(batch, hidden, dtype=dtype)
         weights = (torch.zeros(4 * hidden, n, dtype=dtype) for n in (width, hidden))
         bias = torch.zeros(4 * hidden, dtype=dtype)
@@ -139,7 +140,8 @@ def _layer_backward(
     has_biases: bool,
 ) -> list[Tensor]:
     """`given` and `made` are what `_layer` was given and gave. Gradients of x, both weights, a bias and both states, in
-    FP32: the kernel's own."""
+    FP32: the kernel's own. It works in a part of what the forward pass has left, of which a second backward pass reads
+    nothing: for a compiler nothing is written to."""
     if not made[-1].numel():
         made = list(_layer(*given, reverse, has_biases, True))
     *results, left = made
