@@ -20,8 +20,9 @@ from torch._inductor.virtualized import V
 import autoprec
 from autoprec.execution import fusing, inductor
 from autoprec.execution.fusing import lean_code
-from autoprec.execution.inductor import Inductor, Partitioner
+from autoprec.execution.inductor import Inductor
 from autoprec.execution.measuring import peak_bytes
+from autoprec.execution.partitioning import Partitioner
 from autoprec.plans import Plan
 from tests.test_lowering import plan_of, step
 

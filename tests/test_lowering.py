@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 import autoprec
 from autoprec.errors import InputError
 from autoprec.execution import inductor
+from autoprec.execution.partitioning import Narrow
 from autoprec.graphs import Role
 from autoprec.numerics.compilers import made_in_backward, saved_for_backward
 from autoprec.planning.problem import fixed_bytes
@@ -163,7 +164,7 @@ def test_a_norm_may_keep_its_input_normalized() -> None:
 
 def test_what_is_kept_beside_its_storage_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the plan did not keep as it is what it does."""
-    said = {":gelu#0": inductor.Narrow(256 * 64, "float8_e4m3fn", ("elsewhere",))}
+    said = {":gelu#0": Narrow(256 * 64, "float8_e4m3fn", ("elsewhere",))}
     monkeypatch.setattr(inductor.Inductor, "_narrow", said)
     _, _, model = both(Block(), plan_of({":gelu#0": "fp32"}), torch.randn(256, 16))
     (made,) = autoprec.session(model).lowering.compiled

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 import autoprec
 from autoprec.devices import Datasheet
+from autoprec.execution import inductor
 from autoprec.execution.measuring import peak_bytes
 from autoprec.numerics import recurrent
 from autoprec.numerics.dtypes import native_formats
@@ -233,6 +235,49 @@ def test_compiled_it_is_one_kernel_of_eagers_bits_whose_peak_is_told() -> None:
     x = torch.randn(6, 41, 8)
     measured = peak_bytes(lambda: models[0](x).square().mean().backward(), x.device)
     assert lowering.compiled[-1].peak_bytes == pytest.approx(measured, rel=0.02)
+
+
+class Checkpointed(Headed):
+    """Its LSTM in the body of a checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(lambda x: self.lstm(x)[0], x, use_reentrant=False))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [Headed, Checkpointed])
+def test_it_is_one_op_of_a_compiled_graph(kind: type[Headed], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the body of a checkpoint, and the gradients of both biases are two tensors."""
+    torch._dynamo.reset()
+    calls: list[str] = []
+    partition = inductor.Partitioner.__call__
+
+    def look(self: Any, graph: fx.GraphModule, *arguments: Any, **options: Any) -> Any:
+        calls.extend(str(n.target) for n in graph.graph.nodes if n.op == "call_function")
+        return partition(self, graph, *arguments, **options)
+
+    monkeypatch.setattr(inductor.Partitioner, "__call__", look)
+    model, x = kind(), torch.randn(3, 6, 8)
+    exact = model(x).square().mean()
+    by_hand = torch.autograd.grad(exact, list(model.parameters()))
+    autoprec.compile(model, plan=plan_of("fp32"), events=None, backend="inductor")
+    loss = model(x).square().mean()
+    loss.backward()
+    assert calls.count("autoprec.lstm_layer.default") == 1 and len(calls) < 40  # 6 steps of time have 20 ops each
+    assert torch.equal(loss, exact)
+    for p, q in zip(model.parameters(), by_hand, strict=True):
+        assert p.grad is not None and (p.grad - q).norm() <= 1e-5 * q.norm()
+    biases = [p for n, p in model.lstm.named_parameters() if "bias" in n]
+    asked = torch.autograd.grad(model(x).square().mean(), biases)
+    assert len({g.data_ptr() for g in (*asked, *(p.grad for p in biases)) if g is not None}) == 4
+
+
+def test_a_packed_sequence_is_left_to_torch() -> None:
+    def packed(x: Tensor, sizes: Tensor, states: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
+        return torch.lstm(x, sizes, states, weights, True, 1, 0.0, True, False)
+
+    module = fx.symbolic_trace(packed)
+    recurrent.as_one_kernel(module)
+    assert [n.target for n in module.graph.nodes if n.op == "call_function"] == [torch.lstm]
 
 
 def test_its_ops_are_what_a_compiler_is_told() -> None:

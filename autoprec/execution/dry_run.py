@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from autoprec.devices import DEVICE_TYPES
 from autoprec.execution.measuring import workspace_bytes
 
-__all__ = ["DryRun", "dry_run", "size_hint"]
+__all__ = ["DryRun", "as_first_seen", "dry_run", "size_hint"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +127,15 @@ def size_hint(size: int | torch.SymInt) -> int:
     return size if isinstance(size, int) else int(size.node.hint)
 
 
+def as_first_seen(x: Any) -> Any:
+    """An input of a graph with the sizes of the first call for symbols, which not all kernels of torch take."""
+    if isinstance(x, torch.SymInt):
+        return size_hint(x)
+    if isinstance(x, Tensor) and any(isinstance(n, torch.SymInt) for n in (*x.shape, *x.stride())):
+        return x.new_empty_strided(tuple(map(size_hint, x.shape)), tuple(map(size_hint, x.stride())))
+    return x
+
+
 def _without_kernels(name: str, value: Any, held: _Held) -> Any:
     """What stands for a name of the generated module."""
     if name.startswith("empty_strided"):
@@ -221,7 +230,8 @@ def _layout(x: Tensor) -> _Layout:
     return _Layout(x.shape, x.stride(), x.dtype)
 
 
-#: Kernels that read addresses out of what the forward pass has left them: on zeros they end the process.
+#: Kernels that read what the forward pass has left them: on as many zeros as torch's compiler takes that for, they end
+#: the process.
 _NEVER_ON_ZEROS = {"aten::mkldnn_rnn_layer_backward"}
 
 

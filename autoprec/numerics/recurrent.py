@@ -1,7 +1,7 @@
 """LSTMs in compiled graphs: each layer and direction by oneDNN's one kernel, as torch's own CPU code runs them.
 
 torch's compiler takes an LSTM that is trained apart into the ops of every time step: a layer of 16 steps is compiled in
-20 seconds, and takes 0.9 to 2.1 times as long as the kernel (docs/measurements/recurrent.md).
+20 seconds, and takes 1.2 to 1.7 times as long as the kernel (docs/measurements/recurrent.md).
 
 What the kernel leaves for its backward pass has a size that oneDNN tells of numbers, and not of symbols. A graph for
 any batch or length keeps nothing of it, and the backward pass runs the forward pass again.
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autoprec.numerics.dtypes import native_formats
+
 __all__ = ["as_one_kernel", "lstm"]
 
 #: How oneDNN's binding in torch numbers kinds of recurrent layers.
@@ -28,11 +30,11 @@ _backward_kernel = torch.ops.aten.mkldnn_rnn_layer_backward.default
 
 def as_one_kernel(module: fx.GraphModule) -> None:
     """Let each LSTM of the graph, and of those inside of it, call `lstm` from now on."""
-    for graph in (m.graph for m in module.modules() if isinstance(m, fx.GraphModule)):
-        for node in graph.nodes:
+    for inner in (m for m in module.modules() if isinstance(m, fx.GraphModule)):
+        for node in inner.graph.nodes:
             if node.target is torch.lstm and len(node.args) == 9 and isinstance(node.args[1], (tuple, list)):
                 node.target = lstm  # of tensors, and not of a packed sequence
-    module.recompile()
+        inner.recompile()
 
 
 def lstm(
@@ -77,9 +79,9 @@ def _is_served(tensors: Sequence[Tensor]) -> bool:
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return False
     x, h, c = tensors[:3]
-    dtypes = [torch.float32] + [torch.bfloat16] * torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    fits = x.dtype in dtypes and x.numel() > 0 and h.shape == c.shape
-    return fits and all(t.is_cpu and t.dtype == x.dtype for t in tensors)
+    if not all(t.is_cpu and t.dtype == x.dtype for t in tensors) or x.numel() == 0 or h.shape != c.shape:
+        return False
+    return x.dtype is torch.float32 or (x.dtype is torch.bfloat16 and "bf16" in native_formats("cpu"))
 
 
 @torch.library.custom_op("autoprec::lstm_layer", mutates_args=(), device_types="cpu")
@@ -104,18 +106,8 @@ def _layer(
 
 
 @_layer.register_fake
-def _(
-    x: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor,
-    b_hh: Tensor,
-    h: Tensor,
-    c: Tensor,
-    reverse: bool,
-    has_biases: bool,
-    keeps: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, h, c, _, _, keeps = others
     size = _workspace_bytes(*map(int, (*x.shape, h.shape[-1])), x.dtype) if keeps else 0
     left = x.new_empty(size, dtype=torch.uint8)
     return x.new_empty(*x.shape[:2], h.shape[-1]), torch.empty_like(h), torch.empty_like(c), left
@@ -133,11 +125,7 @@ def _workspace_bytes(time: int, batch: int, width: int, hidden: int, dtype: torc
 
 @torch.library.custom_op("autoprec::lstm_layer_backward", mutates_args=(), device_types="cpu")
 def _layer_backward(
-    given: list[Tensor],
-    made: list[Tensor],
-    gradients: list[Tensor | None],
-    reverse: bool,
-    has_biases: bool,
+    given: list[Tensor], made: list[Tensor], gradients: list[Tensor | None], reverse: bool, has_biases: bool
 ) -> list[Tensor]:
     """`given` and `made` are what `_layer` was given and gave. Gradients of x, both weights, a bias and both states, in
     FP32: the kernel's own. It works in a part of what the forward pass has left, of which a second backward pass reads
@@ -152,15 +140,8 @@ def _layer_backward(
 
 
 @_layer_backward.register_fake
-def _(
-    given: list[Tensor],
-    made: list[Tensor],
-    gradients: list[Tensor | None],
-    reverse: bool,
-    has_biases: bool,
-) -> list[Tensor]:
-    x, w_ih, w_hh, bias, _, h, c = given
-    return [t.new_empty(t.shape, dtype=torch.float32) for t in (x, w_ih, w_hh, bias, h, c)]
+def _(given: list[Tensor], *_: Any) -> list[Tensor]:
+    return [t.new_empty(t.shape, dtype=torch.float32) for k, t in enumerate(given) if k != 4]  # of one bias
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
