@@ -1,7 +1,7 @@
 """LSTMs in compiled graphs: each layer and direction by oneDNN's one kernel, as torch's own CPU code runs them.
 
 torch's compiler takes an LSTM that is trained apart into the ops of every time step: a layer of 16 steps is compiled in
-20 seconds, and takes 1.2 to 1.7 times as long as the kernel (docs/measurements/recurrent.md).
+16 to 18 seconds, and takes 1.3 to 1.9 times as long as the kernel (docs/measurements/recurrent.md).
 
 What the kernel leaves for its backward pass has a size that oneDNN tells of numbers, and not of symbols. A graph for
 any batch or length keeps nothing of it, and the backward pass runs the forward pass again.

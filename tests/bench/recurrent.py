@@ -16,16 +16,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor, fx, nn
+from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import fresh_cache
 
 import autoprec
 from autoprec.execution.measuring import peak_bytes
 from autoprec.graphs import OpClass, Role
 from autoprec.numerics.dtypes import dtype_of
-from autoprec.numerics.recurrent import lstm
+from autoprec.numerics.recurrent import _workspace_bytes, as_one_kernel
 from autoprec.planning.evaluator import evaluate
 from autoprec.planning.solutions import Solution
 from autoprec.planning.uniform import uniform_choice
@@ -105,21 +107,25 @@ def compiled(batch: int, steps: int, width: int, dtype: torch.dtype, rounds: int
     x.requires_grad_()
     state = [torch.zeros(1, batch, width, dtype=dtype)] * 2
 
-    def by(function: Callable[..., tuple[Tensor, ...]]) -> Callable[[Tensor], Tensor]:
-        return lambda x: function(x, state, layer._flat_weights, True, 1, 0.0, True, False, True)[0]
+    def forward(x: Tensor) -> Tensor:
+        return torch.lstm(x, state, layer._flat_weights, True, 1, 0.0, True, False, True)[0]
+
+    def by_one_kernel(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        as_one_kernel(graph)
+        return compile_fx(graph, examples)
 
     def step(way: Callable[[Tensor], Tensor]) -> None:
         torch.autograd.grad(way(x), [x, *layer.parameters()], g)
 
     ways = {
-        "eager": by(torch.lstm),
-        "one kernel": torch.compile(by(lstm)),
-        "taken apart": torch.compile(by(torch.lstm)),
+        "eager": forward,
+        "one kernel": torch.compile(forward, backend=by_one_kernel),
+        "taken apart": torch.compile(forward),
     }
     first, taken = {}, {name: list[float]() for name in ways}
     with fresh_cache(), torch._dynamo.config.patch(allow_rnn=True):
+        torch._dynamo.reset()
         for name, way in ways.items():
-            torch._dynamo.reset()
             begin = time.perf_counter()
             step(way)
             first[name] = time.perf_counter() - begin
@@ -215,6 +221,11 @@ def main() -> None:
                     print(f"{' × '.join(map(str, shape)):18} {name:>7}  {way.name:12} {way.compile_seconds:14.1f}"
                           f" {way.seconds * 1e3:8.2f} {way.seconds / eager.seconds:8.2f} {way.peak_bytes / 1e6:9.2f}",
                           flush=True)  # fmt: skip
+                batch, steps, width = shape
+                left = _workspace_bytes(steps, batch, width, width, dtype_of(name)) / (steps * batch * width)
+                print(
+                    f"{'':18} {name:>7}  the kernel leaves {left:.0f} bytes for each element of its output", flush=True
+                )
         print("\nLSTM in BF16                             loss change: predicted  measured  ratio"
               "   weight gradients: predicted  measured  ratio")  # fmt: skip
         for workload in (WORKLOADS["recurrent"], PLAIN_RECURRENT):
