@@ -144,7 +144,7 @@ class Observations:
     def drop(self) -> None:
         """Forget the step in progress (a bad one, or one that was not captured whole)."""
         if self._observer is not None:
-            self._observer.harvest()
+            self._observer.close()
         self._observer = self._structure = None
 
     def keep(self, *, calibrating: bool) -> Profile | None:

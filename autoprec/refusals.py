@@ -150,11 +150,17 @@ def _by_module(ops: Iterable[str]) -> dict[str, set[str]]:
     return found
 
 
-def unplanned(binding: Binding, graph: OpGraph) -> str:
-    """The sentence for layers of a captured graph that no calibration step ran, or ""."""
+def unplanned(binding: Binding, graph: OpGraph, captured: int) -> str:
+    """The sentence for layers of a captured graph that no calibration step ran, or "". `captured`: graphs so far."""
     new = [op.id for op in binding.ops if op.op_class is OpClass.GEMM and op.weights and op.id not in graph.op_by_id]
     if not new:
         return ""
+    if captured >= RECOMPILE_LIMIT:
+        return (
+            f"torch has captured this model {captured} times and captures it no more: something that forward reads is"
+            f" another in every call (a list that grows, a text, a length). {_some(new)} and whatever else is captured"
+            " by itself from now on stays in fp32; keep what changes out of forward, or in a tensor"
+        )
     return f"{_some(new)} did not run while calibrating and stays in fp32; raise calibration.steps"
 
 

@@ -51,11 +51,12 @@ class Resumable:
 def _take(session: Session) -> RunState:
     """The state between two steps. `StateError` in the middle of one."""
     session.settle()
-    if session._guard.in_step and not session._guard.give_up():
+    if session._guard.waits:
         raise StateError(
             "a step is in progress: save the state after optimizer.step() (or session.step()), or set gradients to None"
             " that nobody will step by (model.zero_grad())"
         )
+    session.is_between_steps()  # what nobody will finish is no part of the run; what somebody may is of its next step
     observed, stability = session._observed, session._stability
     return RunState(
         run=Run(

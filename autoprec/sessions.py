@@ -208,6 +208,7 @@ class Session(Settling, Replanning, Resumable):
         """The model, or a part of it that is captured on its own, is called (called by the dispatcher)."""
         self.settle()
         self._entered = True
+        self._guard.enter()
         if torch.is_grad_enabled() or self.model.training:
             self._guard.before_call()
 
@@ -217,8 +218,17 @@ class Session(Settling, Replanning, Resumable):
         if torch._C._is_any_autocast_enabled():  # which the device need not be asked for
             refusals.refuse_autocast(self._device_type)
         slot = self._slots.get(key)
-        if slot is None:
-            slot = self._slots[key] = self._bind(template, arguments)
+        if slot is not None:
+            return self._run_slot(slot, arguments)
+        slot = self._slots[key] = self._bind(template, arguments)
+        try:
+            return self._run_slot(slot, arguments)
+        except Exception:  # of a batch of another dtype, say, which the loop may leave out: no graph of the model
+            self._slots.pop(key, None)
+            self._ran.discard(slot)
+            raise
+
+    def _run_slot(self, slot: Slot, arguments: Sequence[Any]) -> Any:
         slot.calls += 1
         if not (slot.trains and torch.is_grad_enabled()):
             return slot.run(arguments)
@@ -247,7 +257,12 @@ class Session(Settling, Replanning, Resumable):
         trains = trainable and torch.is_grad_enabled()
         slot = Slot(binding, trains, self.lowering, tell=self._tell_refused, tell_unmade=self._tell_unmade)
         slot.adopt(self.plan, self._device_type, compiled=self._takeover.due_step is None)
-        if self.plan and self.graph and trainable and (late := refusals.unplanned(binding, self.graph)):
+        if (
+            self.plan
+            and self.graph
+            and trainable
+            and (late := refusals.unplanned(binding, self.graph, len(self._slots)))
+        ):
             self._log.add_once(self.steps, "warning", trigger="unplanned", evidence=late)
         return slot
 
@@ -299,10 +314,7 @@ class Session(Settling, Replanning, Resumable):
     def _begin_step(self) -> None:
         """The first training forward after a boundary, or after the loop has given up what it had: is this step
         observed?"""
-        self.forget_left()
-        self._calls.begin()
-        self._ran.clear()
-        self._incident = ""
+        self.on_begin()
         self._frozen.thaw_trainable()  # Dynamo need not notice, and what nobody captures anew is not bound anew
         interval = self.policy.monitor.interval_steps
         monitored = self.steps % interval == interval - 1 and self._stability.watches(self.plan)
@@ -337,6 +349,8 @@ class Session(Settling, Replanning, Resumable):
     def before_first_update(self, missed: list[str], *, scaled: bool | None) -> None:
         """Every parameter with a fresh gradient must have gone through a captured graph (called by the guard)."""
         refusals.refuse_unscaled(self.plan, self.policy, scaled=scaled)
+        if self._guard.in_step and not self._guard.bad:
+            self.step_was_skipped = False  # as far as anybody knows
         if self._given_plan and self.steps == 0 and self.plan is not None and self._guard.in_step:
             ran = [slot.binding for slot in self._ran]
             if waiting := refusals.check_plan_fits(self.plan, self.model, self.bindings, ran):
@@ -353,8 +367,16 @@ class Session(Settling, Replanning, Resumable):
         self._log.add_once(self.steps, "warning", trigger="uncaptured", evidence=text)
         self._guard.watch.fresh.clear()
 
+    def on_begin(self) -> None:
+        """A step has begun in which no captured graph ran (called by the guard)."""
+        self.forget_left()
+        self._calls.begin()
+        self._ran.clear()
+        self._incident = ""
+
     def on_bad_gradients(self, *, own: bool) -> None:
         """Name the first offender; promote it if its format is to blame (called by the guard)."""
+        self.step_was_skipped = True  # hooks of the optimizer may ask
         tell_incident(self, own=own)
 
     def on_abort(self) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +14,17 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 import autoprec
+from autoprec.execution.measuring import peak_bytes
 from autoprec.execution.slots import Slot
+from autoprec.numerics.convolutions import ConvOptions, conv
+from autoprec.numerics.gemm import GemmSpec, linear
+from autoprec.numerics.keeping import keep_in, keeping, open_cell
 from autoprec.serial import load_policy
 from tests.models import Transformer, language_loss
 from tests.test_lowering import plan_of
 from tests.test_tournament import observed, plans_of, tournament_of
+
+SPEC = GemmSpec(output="fp32", grad_input="bf16", grad_weight="bf16", native=("fp32", "bf16"))
 
 
 def alive_bytes() -> int:
@@ -170,3 +177,65 @@ def test_what_was_foreseen_leaves_nothing() -> None:
         return counts[1] - counts[0]
 
     assert grows(compiled=True) <= grows(compiled=False)
+
+
+def _linear(x: Tensor, storage: str | None) -> Tensor:
+    cell = open_cell(x, storage) if storage else None
+    kept = None if cell is None or storage is None else keep_in(cell, x, storage)
+    spec = SPEC if storage else replace(SPEC, output="bf16")  # kept as it is
+    return linear(x, nn.Parameter(torch.randn(64, 64)), None, kept, spec)
+
+
+def _convolution(x: Tensor, storage: str | None) -> Tensor:
+    x, weight = x.view(16, 64, 32, -1), nn.Parameter(torch.randn(64, 64, 3, 3))
+    cell = open_cell(x, storage) if storage else None
+    kept = None if cell is None or storage is None else keep_in(cell, x, storage)
+    options = ConvOptions(stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1)
+    return conv(x, weight, None, kept, SPEC, options)
+
+
+def _gelu(x: Tensor, storage: str | None) -> Tensor:
+    assert storage is not None
+    y: Tensor = keeping(None, (open_cell(x, storage),), (x,), (x,), {}, nn.functional.gelu)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("op", "storage", "width"),
+    [
+        (_linear, None, 2),
+        (_linear, "bf16", 2),
+        (_linear, "fp8_e4m3", 1),
+        (_convolution, "fp8_e4m3", 1),
+        (_gelu, "bf16", 2),
+        (_gelu, "fp8_e4m3", 1),
+    ],
+)
+def test_what_an_op_keeps_is_gone_before_it_makes_its_inputs_gradient(
+    op: Callable[[Tensor, str | None], Tensor], storage: str | None, width: int
+) -> None:
+    """Unless the graph is retained, and then a second pass gives the same."""
+    leaf = torch.randn(32768, 64).to(torch.float32 if storage else torch.bfloat16).requires_grad_()
+
+    def run(retain: bool, passes: int = 1) -> list[Tensor]:
+        torch.manual_seed(0)
+        y = op(leaf.clone(), storage)
+        arriving = torch.ones_like(y)
+        return [torch.autograd.grad(y, leaf, arriving, retain_graph=retain)[0] for _ in range(passes)]
+
+    first, *others = run(False) + run(True, 2)
+    assert all(torch.equal(first, g) for g in others)
+    once, retained = (peak_bytes(lambda: run(retain), torch.device("cpu")) for retain in (False, True))  # noqa: B023
+    assert retained - once == pytest.approx(width * leaf.numel(), rel=0.02)
+
+
+def test_what_was_let_go_of_is_not_read_again() -> None:
+    """Somebody looks at what another op keeps, in a hook."""
+    x = torch.randn(64, requires_grad=True)
+    y = _gelu(x.clone(), "fp8_e4m3")
+    z = y * 1
+    z.register_hook(lambda g: y.grad_fn._saved_self)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match=r"retain_graph=True"):
+        z.sum().backward()
+    with pytest.raises(RuntimeError, match=r"retain_graph=True"):
+        z.sum().backward()

@@ -217,12 +217,16 @@ class StepObserver:
 
             self._on_gradient(y, record)
 
-    def harvest(self, graph_fingerprint: str = "") -> Profile:
-        """The step as a `Profile`; the observer is closed. `steps` counts backward passes (loss values)."""
+    def close(self) -> None:
+        """Look no more."""
         self._closed = True
-        self._count()
         for handle in self._handles:
             handle.remove()
+
+    def harvest(self, graph_fingerprint: str = "") -> Profile:
+        """The step as a `Profile`; the observer is closed. `steps` counts backward passes (loss values)."""
+        self.close()
+        self._count()
         for tensor_id, taken, parts in self._edges:
             if parts:
                 self.add(tensor_id, "loss", histogram(taken, parts[0].square()))

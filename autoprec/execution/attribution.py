@@ -238,10 +238,9 @@ def _told(
     if arrived := found.where == "backward" and not seen.entered_finite:
         origin = "the gradient that came from outside of the graph, from the loss, was not finite already"
     op = op or found.op
-    evidence = (
-        f"{found.op}: {found.nonfinite} of {found.elements} elements of its {what} are not finite; {origin},"
-        f" largest input {found.amax:.4g}"
-    )
+    evidence = f"{found.op}: {found.nonfinite} of {found.elements} elements of its {what} are not finite; {origin}"
+    if found.where == "forward" or found.amax:  # what comes back from the loss has no numbers that were looked at
+        evidence += f", largest input {found.amax:.4g}"
     if op != found.op:
         evidence = f"began at {op}; {evidence}"
     if trigger == "corruption":
@@ -266,6 +265,7 @@ def _neighbours(op: str, what: str, seen: Look, plain: Look, plan: Plan | None) 
         ours, theirs = seen.extents[name], plain.extents.get(name, Extent())
         lost = ours.nonfinite if what == "result" else ours.nonfinite_gradient
         a, b = (ours.result, theirs.result) if what == "result" else (ours.gradient, theirs.gradient)
-        told = f"{name} {fmt}: {what} up to {a:.4g}, in fp32 {b:.4g}, of {format_named(fmt).max_value:.4g}"
+        top = f"up to {a:.4g}" if a or not lost else "without a finite number"
+        told = f"{name} {fmt}: {what} {top}, in fp32 {b:.4g}, of {format_named(fmt).max_value:.4g}"
         lines.append(f"{told}; {lost} not finite" if lost else told)
     return tuple(lines)

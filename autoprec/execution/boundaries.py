@@ -44,6 +44,9 @@ class StepListener(Protocol):
     def abort(self) -> None:
         """A listener raised: the step is over, with everything as it was before it."""
 
+    def put_back(self) -> None:
+        """The update did not happen, and hooks of others are about to look."""
+
     def end(self) -> None:
         """The step is over."""
 
@@ -76,9 +79,14 @@ class _Step:
             self.aside.append(PutAside(optimizer))
 
     def put_back(self) -> None:
-        """What was put aside."""
+        """What was put aside, and all else that hooks of others may see."""
         for aside in reversed(self.aside):
             aside.restore()
+        if (optimizer := self.optimizer()) is not None and self.snapshot is not None:
+            self.snapshot.restore(optimizer)
+        for known in self.owners:
+            if (owner := known()) is not None:
+                owner.put_back()
 
     def forget_hooks(self) -> None:
         """After the step, or when there will be no end of it."""

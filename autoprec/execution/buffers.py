@@ -46,7 +46,6 @@ class BufferSnapshot:
         self._sums: dict[str, Tensor] = {}
         self._coming: Coming | None = None
         self._written: dict[str, nn.Parameter] = {}
-        self._found: dict[str, nn.Parameter] = {}  # the same, from the next `take` on
         self._names: list[str] = []
         self._own: list[Mapping[str, Tensor | None]] = []
         self._children: list[Mapping[str, nn.Module | None]] = []
@@ -78,8 +77,12 @@ class BufferSnapshot:
                 yield f"{prefix}{key}", b
 
     def watch(self, written: Mapping[str, nn.Parameter]) -> None:
-        """Parameters that a forward pass writes to, from the next `take` on."""
-        self._found.update(written)
+        """Parameters that a forward pass is about to write to, in this step and in all that follow."""
+        for name, p in written.items():
+            if name not in self._written:
+                self._written[name] = p
+                self._copies[name] = (p, p.detach().clone())
+                self._there |= {name}
 
     def take(self, *, again: bool = False) -> None:
         """Copy what may change in the step that begins. `again`: a call before it, without gradients, belongs to it: of
@@ -87,7 +90,6 @@ class BufferSnapshot:
         spoilt = {n: self._copies[n] for n in self.turned_nonfinite() if n in self._copies} if again else {}
         self._sums.clear()
         self._coming = None
-        self._written |= self._found
         buffers = self._buffers()
         if self._takes == 1:
             for name, (buffer, saved) in self._copies.items():

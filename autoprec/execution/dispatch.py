@@ -59,6 +59,7 @@ _CONFIG = {
     "recompile_limit": RECOMPILE_LIMIT,
     "suppress_errors": True,
     "skip_nnmodule_hook_guards": False,
+    "allow_unspec_int_on_nn_module": True,
 }
 
 #: Those that no call is inside of. torch keeps a context variable for each patch that was ever made: one for each call

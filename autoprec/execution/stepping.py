@@ -49,6 +49,9 @@ class StepKeeper(Protocol):
     def loss_is_off(self) -> bool:
         """Gradients are finite; whether the loss says that the step is bad all the same."""
 
+    def on_begin(self) -> None:
+        """A step has begun in which no graph ran."""
+
     def on_bad_gradients(self, *, own: bool) -> None:
         """The step is bad; nothing was changed yet. `own` is False where another model's gradients, stepped by the
         same optimizer, are to blame. May raise."""
@@ -120,12 +123,26 @@ class StepGuard:
         self._taken = False
         return True
 
+    def enter(self) -> None:
+        """The model is called. A step that the loop has given up because it was bad, its gradients reset, leaves no
+        buffer behind."""
+        if self.in_step and self.watch.discarded() and not self.watch.verdict():
+            self.buffers.restore()
+
     def before_call(self) -> None:
         """The model is called to be trained, or in training mode: whatever changes a buffer comes later, graphs without
         parameters that train among it."""
-        if not self.in_step:
+        if not (self.in_step or (self._taken and self.watch.fresh and not self.watch.discarded())):
             self.buffers.take(again=self._taken)
             self._taken = True
+
+    def _begin_unseen(self) -> None:
+        """A step is one also where no graph ran: the model was called, and its parameters have gradients."""
+        if self.in_step or not self._taken or not self.watch.fresh:
+            return
+        if not self.bad or self.watch.bad_gradients_are_gone():
+            self.in_step, self.bad, self.another_rank, self._taken = True, False, False, False
+            self._keeper.on_begin()
 
     def missed(self) -> list[str]:
         """Parameters with a fresh gradient that went through no captured graph since the last step."""
@@ -155,6 +172,7 @@ class StepGuard:
         """1.0 if the step is bad, 0.0 if not, on the device, for `optimizer.found_inf`; the host reads the verdict in
         `settle`. None where it has to be asked for now, by `gradients_are_good`."""
         self._flag = None
+        self._begin_unseen()
         if not self.in_step or self.bad or not self._keeper.verdict_can_wait():
             return None
         if not leaves_out(optimizer):  # a GradScaler has set a flag of its own
@@ -199,6 +217,7 @@ class StepGuard:
         scaler = boundaries.scaler_of(optimizer)
         if scaler is not None:
             self._scaler = weakref.ref(scaler)
+        self._begin_unseen()
         if not self.in_step and self.bad and self.watch.bad_gradients_are_gone():
             self.bad = False  # that step is over for every optimizer
         self._keeper.before_first_update(self.missed(), scaled=scaler is not None)
@@ -254,9 +273,14 @@ class StepGuard:
         self.covered.clear()
         self._keeper.on_abort()
 
+    @property
+    def waits(self) -> bool:
+        """Whether a gradient of the step in progress waits for its update."""
+        return self.in_step and bool(self.watch.fresh) and not self.watch.discarded()
+
     def give_up(self) -> bool:
         """The step in progress, if no gradient waits for its update. False if one does."""
-        if self.watch.fresh and not self.watch.discarded():
+        if self.waits:
             return False
         self.in_step = self.bad = False
         self.watch.clear()
@@ -264,11 +288,17 @@ class StepGuard:
         self._keeper.on_abort()
         return True
 
+    def put_back(self) -> None:
+        """The update did not happen, and others are about to look: buffers are as before the step."""
+        if self.in_step and self.bad:
+            self.buffers.restore()
+
     def skipped(self) -> None:
         """A GradScaler skipped the step of an optimizer, which was not called: the boundary is here. Gradients of this
         model were not finite, or others that it steps."""
         self.settle()
         self._flag = None
+        self._begin_unseen()
         if self.in_step:
             self._veto_alone(own=not self.watch.verdict())
             self.end()
@@ -288,6 +318,7 @@ class StepGuard:
         """A boundary of a loop without a torch optimizer: the same questions are asked, nothing can be vetoed."""
         self.settle()
         self._flag = None
+        self._begin_unseen()
         if self.in_step or self.watch.fresh:
             self._keeper.before_first_update(self.missed(), scaled=None)
             self.watch.look_before_update()

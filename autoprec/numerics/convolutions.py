@@ -77,10 +77,9 @@ class _Conv(torch.autograd.Function):
             product = spec.product(product, spec.grad_weight, made_in(spec, grad, weight))
             grad_w = unscaled(ctx, product, weight.dtype)
             del product
-        there = read if isinstance(read, Tensor) and ctx.again is None else None
-        del read  # made for this pass, as like as not: it need not be there beside the input's gradient
+        del read  # it need not be there beside the input's gradient
         if ctx.needs_input_grad[0]:
-            grad_x = _input_gradient(spec, ctx.options, grad, there, ctx.x_shape, weight, ctx.x_dtype)
+            grad_x = _input_gradient(spec, ctx.options, grad, ctx.x_shape, weight, ctx.x_dtype)
         return grad_x, grad_w, grad_b, None, None, None, None
 
 
@@ -135,15 +134,14 @@ def _input_gradient(
     spec: GemmSpec,
     o: ConvOptions,
     grad: Tensor,
-    read: Tensor | None,
     shape: torch.Size,
     weight: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
     """The same for the input, in `dtype`.
 
-    The input's values do not enter its own gradient, only its shape does: where it is not there, or in another format,
-    which would take a copy, the adjoint convolution is asked for, which is the same kernel.
+    The input's values do not enter its own gradient, only its shape does: the adjoint convolution is asked for, which
+    is the same kernel and needs no input to be there.
     """
     arriving = _as_operand(spec, grad, spec.grad_input)
     w = spec.operand(weight, other_operand(spec.grad_input))
@@ -156,8 +154,6 @@ def _input_gradient(
             made = g.new_zeros(of)
             seen = made[places]
             seen.copy_(_adjoint(replace(o, stride=(1,) * len(o.stride)), g, seen.shape, w))
-        elif read is not None and read.dtype == w.dtype:
-            made = _backward(o, g, _of(read, images), w, 0)
         else:
             made = _adjoint(o, g, of, w)
         del g  # a copy, as like as not: it need not be there beside two of the result

@@ -68,7 +68,7 @@ class _Linear(torch.autograd.Function):
             product = _weight_gradient(spec, flat, read, made_in(spec, grad, weight))
             grad_w = unscaled(ctx, product, weight.dtype)
             del product
-        del read  # made for this pass, as like as not: it need not be there beside the input's gradient
+        del read  # it need not be there beside the input's gradient
         if ctx.needs_input_grad[0]:
             grad_x = _input_gradient(spec, flat, weight, ctx.x_dtype).view(*grad.shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[2]:

@@ -75,8 +75,10 @@ def _save(ctx: Any, saved: Tensor | Kept | None, weight: Tensor) -> None:
 
 def saved_operand(ctx: Any) -> tuple[Tensor | Packed | None, Tensor]:
     """The input as it was kept, None where the weight wants no gradient, and the weight. Once: inside a checkpoint a
-    second look would ask for another recomputation."""
+    second look would ask for another recomputation, and unless the graph is retained nothing is kept any more: what is
+    returned can be let go of before the input's gradient is made."""
     weight, *kept = ctx.saved_tensors
+    ctx.maybe_clear_saved_tensors()
     if not kept:
         return None, weight
     if ctx.again is not None:

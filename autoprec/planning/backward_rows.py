@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from autoprec.formats import result_format
-from autoprec.planning.codes import bytes_of, result_of
+from autoprec.planning.codes import bytes_of, copy_of, result_of
 from autoprec.planning.linear import Linear
 from autoprec.planning.pairs import Part, stages
 from autoprec.planning.uses import Steps
@@ -43,9 +43,9 @@ class Cast(NamedTuple):
 Operand = tuple[int, list[Cast]]
 
 
-def backward_of(program: Program, gemm: Gemm) -> list[list[CopyHeld]]:
+def backward_of(program: Program, gemm: Gemm) -> tuple[list[list[CopyHeld]], float]:
     """What is there at each time: while the weight's gradient is made, then the input's, and while the input itself is
-    made again."""
+    made again; and the most that may be let go of before the second."""
     p = program.problem
     own_input, own_weight = (
         [(Linear().add(k), float(size)) for k, size in zip(program.y[u], p.units[u].workspace, strict=True)]
@@ -71,7 +71,9 @@ def backward_of(program: Program, gemm: Gemm) -> list[list[CopyHeld]]:
         (program.is_in(made, f), -float(gemm.x_numel * bytes_of(f))) for f in program.formats(made) if not pieces
     ]
     if gemm.pairs:
-        return [[*stage, *early] for stage in _of_two(program, gemm)]
+        return [[*stage, *early] for stage in _of_two(program, gemm)], 0.0
+    gone = _let_go(program, gemm, plain)
+    early += gone
     phases = [[*own_input, *_lasting(gemm, of_input, gemm.of_input), *cast, *later, *fewer, *early],
               [*cast, *early], [*own_weight, *_lasting(gemm, of_weight, gemm.of_weight), *late],
               *([brief, *not_yet, *early] for brief in _before(gemm, of_input, gemm.of_input)),
@@ -83,7 +85,19 @@ def backward_of(program: Program, gemm: Gemm) -> list[list[CopyHeld]]:
         expected = program.bytes_of(step).add(Linear(-most)).add(program.s[gemm.x, RECOMPUTED], most)
         program.at_least(there, Linear().add(expected, 1.0 / most))
         phases.append([(Linear().add(there), most), *made_again, *late])
-    return phases
+    return phases, max((-size for _, size in gone), default=0.0)
+
+
+def _let_go(program: Program, gemm: Gemm, plain: Linear) -> list[CopyHeld]:
+    """`Step.let_go`, below 0."""
+    t, (later, narrow) = program.problem.tensors[gemm.x], program.problem.lets_go(gemm)
+    stored, unit, found = program.stores(gemm) or Linear(), copy_of(gemm.output), list[CopyHeld]()
+    for f in program.formats(unit) if later is not None else ():
+        needed = [stored, *(program.is_in(copy_of(u), f) for u in later or ()), *([plain] if f == "fp32" else [])]
+        there = program.all_of([program.is_in(unit, f), *(Linear(1.0).add(e, -1.0) for e in needed)])
+        found.append((there, -float(t.bytes_in(f))))
+    storages = [f for f in t.storages if f != RECOMPUTED] if narrow else []
+    return found + [(Linear().add(program.s[gemm.x, f]), -float(t.stored_bytes(f))) for f in storages]
 
 
 def most_of(steps: Steps) -> float:

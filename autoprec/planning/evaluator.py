@@ -199,7 +199,9 @@ class Step:
             self.keep_narrow(t, storage)
         else:
             self.seconds += p.cast_seconds(self.copy(unit), storage, t.numel)
-            self.hold(t.id, f"activations, {storage}", moment, p.backward(moment), t.stored_bytes(storage))
+            gone = t.is_gone_once_read and self.copy(unit) != storage
+            last = p.phase(p.backward(moment)) - gone
+            self.hold_phases(t.id, f"activations, {storage}", p.phase(moment), last, t.stored_bytes(storage))
             self.saved += t.stored_bytes(storage)
         for saver in t.others:
             f, then = self.copy(saver.unit), p.backward(saver.moment)
@@ -302,11 +304,25 @@ class Step:
         roles = (gemm.output, gemm.grad_input, gemm.grad_weight)
         plain = self.storage_of(gemm) is None and all(self.format(u) == "fp32" for u in roles)
         early, late = p.one_after_the_other(gemm, self.format(gemm.output), plain=plain)
-        held = [held[0] + early, *(max(0, size - late) for size in held[1:])]
-        self.hold(f"workspace of {gemm.op}", "workspace", moment, moment, max(held))
+        kept, gone = self.let_go(gemm, plain=plain)
+        most, before = held[0] + early, max((max(-gone, size - late) for size in held[1:]), default=-gone)
+        if most - gone >= before:
+            self.hold(p.tensors[gemm.x].id, f"activations, {kept}", moment, moment, -gone)
+        else:
+            most = before
+        self.hold(f"workspace of {gemm.op}", "workspace", moment, moment, most)
         if plain and gemm.summed is not None:
             then = p.backward(gemm.summed[0])
             self.hold(f"sum of gradients of the weight of {gemm.op}", "workspace", then, then, gemm.summed[1])
+
+    def let_go(self, gemm: Gemm, *, plain: bool) -> tuple[str, int]:
+        """How a GEMM keeps its input, and bytes of that which are gone when the input's gradient is made."""
+        t, storage, (later, narrow) = self.problem.tensors[gemm.x], self.storage_of(gemm), self.problem.lets_go(gemm)
+        if storage is not None:
+            return storage, t.stored_bytes(storage) if narrow and storage != RECOMPUTED else 0
+        kept = self.copy(gemm.output)
+        is_needed = plain or later is None or kept in map(self.copy, later)
+        return kept, 0 if is_needed else t.bytes_in(kept)
 
     def of_two(self, gemm: Gemm) -> int:
         """Bytes of the backward pass of a product of two activations, above the gradients that it gives."""

@@ -195,6 +195,9 @@ class Program(Holding):
         elif not t.in_parts:
             maker = copy_of(t.stored_by[1])
             self._one_of(binary, maker, {f: p.cast_seconds(f, storage, t.numel) for f in self.formats(maker)})
+            if t.is_gone_once_read and storage in self.formats(maker):
+                is_read, size = self.all_of([Linear().add(binary), self.is_in(maker, storage)]), t.stored_bytes(storage)
+                self.workspace.setdefault(p.phase(p.backward(t.stored_by[0])), []).append((is_read, float(size)))
         for saver in t.others:
             read = self._read(binary, storage, copy_of(saver.unit), saver.numel)
             if not saver.in_pieces:
@@ -432,17 +435,17 @@ class Program(Holding):
                 total.add(self._live[key][f], float(size))
         return total
 
-    def _larger_workspace(self, gemm: Gemm) -> tuple[int, float]:
-        """A variable, and the bytes that it is a share of: the largest of what is held in the backward pass."""
-        phases = backward_of(self, gemm)
-        most = max(sum(size for _, size in phase if size > 0.0) for phase in phases)
-        larger = self.variable(0.0)
+    def _larger_workspace(self, gemm: Gemm) -> tuple[Linear, float]:
+        """An expression, and the bytes that it is a share of: the largest of what is held in the backward pass."""
+        phases, gone = backward_of(self, gemm)
+        most = gone + max(sum(size for _, size in phase if size > 0.0) for phase in phases)
+        larger = self.variable(0.0)  # where something is let go of it may be fewer than none
         for phase in phases if most else ():
-            total = Linear()
+            total = Linear(gone / most)
             for expression, size in phase:
                 total.add(expression, size / most)
             self.at_least(larger, total)
-        return larger, most
+        return Linear(-gone / most if most else 0.0).add(larger), most
 
     # In and out
 

@@ -18,11 +18,13 @@ from autoprec.planning.decisions import Decisions
 from autoprec.planning.pairs import Pairs, Part, stages
 from autoprec.planning.part_tables import PartTables
 from autoprec.planning.propagation import Propagation
+from autoprec.planning.recorder import LARGEST_TABLE
 from autoprec.planning.remade_tables import RemadeTables
 from autoprec.planning.spans import Read, Sent, added, of_copies, of_gradients
 from autoprec.planning.tables import Copies, Entries, Group, Held, Noise, Pattern, Span, summed
 from autoprec.planning.uses import Replacement, Use
 from autoprec.planning.values import Gemm, PlanTensor, Problem, Unit
+from autoprec.plans import RECOMPUTED
 
 __all__ = ["Tabulated"]
 
@@ -125,7 +127,8 @@ class Tabulated(PartTables, RemadeTables):
             figures += [p.phase(first), 2 * last, *self._vector(t.remaking.seconds)]
             self._open(t, storage)
         born = -1 if t.remaking is None else of(t.born)
-        self._record("store", [storage, of(unit), born], (len(t.masks), t.remaking is not None, t.in_parts), figures)
+        self._record("store", [storage, of(unit), born], (len(t.masks), t.remaking is not None, t.in_parts,
+                     t.is_gone_once_read), figures)  # fmt: skip
         for k, saver in enumerate(t.others):
             noise = self._vector((f, saver.noise_in(f)) for f in dict.fromkeys(f for f, _ in saver.noise))
             then, place = p.phase(p.backward(saver.moment)), propagation.saver(index, k)
@@ -260,7 +263,7 @@ class Tabulated(PartTables, RemadeTables):
         )  # fmt: skip
 
     def _stores(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
-        (storage, maker, maker_of_it), masks, remakable, in_parts = pattern.reads
+        (storage, maker, maker_of_it), masks, remakable, in_parts, gone_once_read = pattern.reads
         kept, made = entries.format(storage), self._copy[entries.format(maker)]
         there = kept >= 0
         numel, mask = figures[0], figures[3]
@@ -272,7 +275,8 @@ class Tabulated(PartTables, RemadeTables):
         narrow = there & (kept != self._again) & (not in_parts)
         size *= not in_parts  # `_narrow` counts that
         seconds = np.where(narrow, self._cast(made, np.where(narrow, kept, made), numel), 0.0)
-        held = [Held(size, first, last)]
+        held = [Held(size, first, last - gone_once_read)]
+        held += [Held(size * (kept == made), last, last)] if gone_once_read else []
         held += [Held(masked, moments[k], moments[masks + k]) for k in range(masks)]
         if remakable:
             again, born = kept == self._again, self._result[entries.format(maker_of_it)]
@@ -346,15 +350,22 @@ class Tabulated(PartTables, RemadeTables):
                           (gemm.of_weight, gemm.read_numel)):  # fmt: skip
             pieces += [float(there(numel, f)) for f in self.decisions.formats]
         own, steps = p.remade_for(gemm)
-        made_numel = p.tensors[gemm.x].numel if steps else 0
+        x = p.tensors[gemm.x]
+        made_numel = x.numel if steps else 0
+        as_it_is = [0 if f == RECOMPUTED else x.bytes_in(f) for f in self.decisions.formats]
         figures = [gemm.x_numel, gemm.out_numel, gemm.operands_numel, p.phase(p.backward(gemm.moment)), *workspace,
                    *pieces, *chain.from_iterable(gemm.pairs), own, made_numel, gemm.weight_bytes, gemm.read_numel,
-                   *gemm.plain_extra, p.phase(p.backward(summed_at)), summed]  # fmt: skip
-        born = of(p.tensors[gemm.x].born)
-        again = born if storage is not None and p.tensors[gemm.x].remaking is not None else -1
+                   *gemm.plain_extra, p.phase(p.backward(summed_at)), summed, *as_it_is, x.numel]  # fmt: skip
+        born = of(x.born)
+        again = born if storage is not None and x.remaking is not None else -1
         places = [made, h, g, stored, again]
         of_steps, steps = self._steps(places, steps if storage is not None else ())
-        self._record("gemm", [*places, *of_steps], (*present, tuple(map(len, steps))),
+        later, narrow = p.lets_go(gemm)
+        of_later = [*map(of, later or ())]
+        if self._product([*places, *of_steps, *of_later]) > LARGEST_TABLE:
+            self.exact, of_later = False, []  # fewer bytes than there are
+        lets_go = None if later is None else len(of_later), narrow
+        self._record("gemm", [*places, *of_later, *of_steps], (*present, lets_go, tuple(map(len, steps))),
                      [*(numel for step in steps for _, numel in step), *figures])  # fmt: skip
         for r in rows:
             limit = p.rows[r].limit
@@ -365,14 +376,17 @@ class Tabulated(PartTables, RemadeTables):
                 self._inheriting(gemm.x, "again_row", r, gemm.x_energy / limit)
 
     def _gemms(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
-        places, stored, has_input, has_weight, reads_again, emulated, count, lengths = pattern.reads
+        places, stored, has_input, has_weight, reads_again, emulated, count, lets_go, lengths = pattern.reads
         own, h, g, kept, born = (entries.format(place) for place in places[:5])
-        made_of = self._largest(entries, places[5:], figures, lengths)
-        figures = figures[sum(lengths) :]
+        count_later, narrow = lets_go
+        later = None if count_later is None else places[5 : 5 + count_later]
+        made_of = self._largest(entries, places[5 + len(later or ()) :], figures, lengths)
+        whole, as_it_is = figures[-1], figures[-1 - self._formats : -1]
+        figures = figures[sum(lengths) : -1 - self._formats]
         again = kept == self._again
+        there = kept >= 0 if stored else np.zeros(entries.count, np.bool_)
         kept = np.where(again, self._result[born], kept)
         made, beside = self._result[own], self._copy[self._beside[g]]
-        there = kept >= 0 if stored else np.zeros(entries.count, np.bool_)
         x, out, operands, phase = *figures[:3], figures[3].astype(np.int64)
         n, width = self._formats, np.array(self._sizes, np.float64)
         of_input: list[_Cast] = []
@@ -410,18 +424,23 @@ class Tabulated(PartTables, RemadeTables):
         held[0] = np.maximum(held[0], before[0] - not_yet)
         held[1] = np.maximum(held[1], before[1])
         plain = (own == 0) & (h == 0) & (g == 0) & ~there
+        gone = (whole[:, None] * width[kept] + 4.0 * (width[kept] == 1.0)) * (there & ~again & narrow)
+        if later is not None:
+            alone = np.all([self._copy[entries.format(u)] != kept_as for u in later] + [~there, ~plain], axis=0)
+            gone = gone + as_it_is[kept_as].T * alone
         there, made_again = (amount[:, None] * width[kept] * again for amount in figures[-8:-6])
         both = ~plain if has_input and has_weight else np.zeros(entries.count, np.bool_)
         extra_input, extra_weight = figures[-4:-2]
         early = figures[-6][:, None] * both + extra_input[:, None] * plain
         late = x[:, None] * width[made] * both - extra_weight[:, None] * plain
         making = there + made_of * again - made_again
+        early = early - gone
         phases: tuple[_Floats, ...] = (held[0] + early, held[1] + there - late, making - late)
         if pairs:
             workspace = np.where(np.isin(back, emulated), figures[4][:, None], figures[4 : 4 + n][h].T)
             two = self._of_two(workspace, out, pairs, x, (made, back, kept_as, beside_h), emulated)
             phases = (two + early,)
-        largest = np.maximum(np.maximum.reduce(phases), 0.0)
+        largest = np.maximum(np.maximum.reduce(phases), -gone)
         then, summed = figures[-2].astype(np.int64), figures[-1][:, None] * plain
         parts = (Held(largest, phase, phase), Held(summed, then, then))
         return self._group(scopes, entries, seconds, held=parts)

@@ -141,6 +141,12 @@ class PlanTensor:
         return tuple(use for use in self.savers if use.moment not in self.masks)
 
     @property
+    def is_gone_once_read(self) -> bool:
+        """Whether a narrow copy, not in parts, is gone while the last op that reads it makes anything of it; unless it
+        is what that reads."""
+        return {s.outlives for s in self.others if s.moment == self.stored_by[0]} == {True}
+
+    @property
     def in_parts(self) -> bool:
         """Whether one of them keeps a part: what is there narrow then depends on the formats of those that do."""
         return any(use.part for use in self.keepers)
@@ -405,6 +411,17 @@ class Problem(Phases):
         if not (gemm.has_grad_input and gemm.has_grad_weight):
             return 0, 0
         return gemm.weight_bytes, gemm.x_numel * bytes_of(result_format(format_name))
+
+    def lets_go(self, gemm: Gemm) -> tuple[tuple[int | None, ...] | None, bool]:
+        """Whether a GEMM, which makes the weight's gradient first, lets go of its input before it makes that one's,
+        because it is the last to need it: as it is, with the units of those that need it later, unless their format is
+        another (None: it does not); and the narrow copy of it. Torch's own product lets go of nothing."""
+        t = self.tensors[gemm.x]
+        if not (gemm.has_grad_input and gemm.has_grad_weight) or gemm.pairs or any(use.part for use in t.savers):
+            return None, False
+        own = [use.kept_from for use in t.savers if use.moment == gemm.moment]
+        later = dict.fromkeys(u.unit for u in t.savers if u.moment < gemm.moment and u.kept_from is None)
+        return (tuple(later) if own == [None] else None), gemm.number in t.gemms and t.stored_by[0] == gemm.moment
 
     @cached_property
     def _cast_by_pair(self) -> dict[tuple[str, str], CastTiming]:

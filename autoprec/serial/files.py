@@ -57,10 +57,21 @@ def check_writable(path: PathLike, error: type[InputError]) -> None:
     folder = os.path.dirname(os.path.realpath(path))
     if not os.path.isdir(folder):
         raise error(f"{path}: its directory does not exist; create it first")
-    if os.path.isdir(path):
-        raise error(f"{path}: is a directory; name a file in it")
+    _check_regular(path, error)
     if not os.access(folder, os.W_OK):
         raise error(f"{path}: cannot be written: its directory is read-only")
+
+
+def _check_regular(path: PathLike, error: type[InputError]) -> None:
+    """Raise `error` where something else than a file is there, which a file must not take the place of."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return  # nothing is there
+    if stat.S_ISDIR(mode):
+        raise error(f"{path}: is a directory; name a file in it")
+    if not stat.S_ISREG(mode):
+        raise error(f"{path}: is not a regular file (a pipe or a device); name a file to write to")
 
 
 def check_apart(outputs: Mapping[str, PathLike | None], inputs: Mapping[str, PathLike | None]) -> None:
@@ -75,6 +86,7 @@ def check_apart(outputs: Mapping[str, PathLike | None], inputs: Mapping[str, Pat
 
 def write_atomic(path: PathLike, data: bytes, error: type[InputError]) -> None:
     """Replace the file, or leave it and the directory as they were and raise `error`."""
+    _check_regular(path, error)
     try:
         target = Path(os.path.realpath(path))
         temporary = target.with_name(f".autoprec-{secrets.token_hex(8)}.tmp")

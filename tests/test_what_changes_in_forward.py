@@ -1,0 +1,76 @@
+"""What a model's forward reads is another in every call: a plan must outlive it, or be told to end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoprec
+from autoprec.execution.dispatch import RECOMPILE_LIMIT
+
+
+class Counting(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+        self.what, self.count, self.seen = what, 0, list[float]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.what == "number":
+            self.count += 1
+        elif self.training:
+            self.seen.append(float(len(self.seen)))
+        y: Tensor = self.layers(x)
+        return y
+
+
+def train(model: nn.Module, steps: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+
+
+def test_a_counter_costs_no_plan() -> None:
+    """Nor one graph for each of its values."""
+    model = autoprec.compile(Counting("number"), policy="bf16", events=None)
+    train(model, 20)
+    session = autoprec.session(model)
+    assert len(session._slots) <= 3 and session.steps == 20
+    assert model.count == 20
+    assert not any(e.kind == "warning" for e in session.events)
+
+
+def test_where_nothing_more_is_captured_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoprec.refusals.RECOMPILE_LIMIT", 12)
+    monkeypatch.setitem(autoprec.execution.dispatch._CONFIG, "recompile_limit", 12)
+    monkeypatch.setattr("autoprec.execution.dispatch._patches", [])
+    assert RECOMPILE_LIMIT > 12
+    model = autoprec.compile(Counting("list"), policy="bf16", events=None)
+    train(model, 16)
+    told = [e.evidence for e in autoprec.session(model).events if e.trigger == "unplanned"]
+    assert told and all("captures it no more" in text and "stays in fp32" in text for text in told)
+    assert autoprec.session(model).steps == 16
+
+
+@pytest.mark.parametrize("at", [2, 10])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_batch_that_the_model_does_not_take_costs_nothing_but_itself(at: int, dtype: torch.dtype) -> None:
+    """It raises what torch raises, and the run goes on, in its calibration and under its plan."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 4))
+    autoprec.compile(model, policy="memory", events=None)
+    session, optimizer = autoprec.session(model), torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(12):
+        x = torch.randn(8, 16).to(dtype if step == at else torch.float32)
+        optimizer.zero_grad()
+        try:
+            model(x).square().mean().backward()
+        except RuntimeError as error:
+            assert step == at and "dtype" in str(error)
+            continue
+        optimizer.step()
+    assert session.steps == 11 and session.plan is not None
+    assert not any(e.kind == "warning" for e in session.events)
