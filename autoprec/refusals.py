@@ -150,6 +150,13 @@ def _by_module(ops: Iterable[str]) -> dict[str, set[str]]:
     return found
 
 
+#: What is said of a loop that differentiates gradients.
+TWICE = (
+    "the loop differentiates gradients (create_graph=True): what that holds is in no predicted peak, and a memory"
+    " budget is not kept with it; measure a step, and leave it the difference"
+)
+
+
 def unplanned(binding: Binding, graph: OpGraph, captured: int) -> str:
     """The sentence for layers of a captured graph that no calibration step ran, or "". `captured`: graphs so far."""
     new = [op.id for op in binding.ops if op.op_class is OpClass.GEMM and op.weights and op.id not in graph.op_by_id]

@@ -399,6 +399,8 @@ class Session(Settling, Replanning, Resumable):
             self._losses.drop()
             self._observed.drop()
         else:
+            if any(call.twice for call in self._calls):
+                self._log.add_once(self.steps, "warning", trigger="memory", evidence=refusals.TWICE)
             self.steps += 1
             self._bad_in_row = 0
             self._losses.keep(self.steps)

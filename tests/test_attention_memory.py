@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoprec
+from autoprec.execution.measuring import saved_bytes
 from autoprec.numerics.dtypes import native_formats
 from autoprec.numerics.keeping import keeping, open_cell
 from autoprec.numerics.lean import attention
@@ -185,3 +187,32 @@ def test_our_fp32_product_copies_heads_for_a_moment() -> None:
                 if "matmul" in t.timing_key and t.role == "grad_input" and t.format == "fp32")  # fmt: skip
     assert found.mixed_workspace_bytes is not None and found.workspace_bytes is not None
     assert found.mixed_workspace_bytes >= found.workspace_bytes + 4 * 16 * 48 * 64
+
+
+def _of_kind(kind: str) -> tuple[list[Tensor], dict[str, Any]]:
+    """Queries, keys and values that torch has no kernel for on a CPU, and the other arguments."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 48, 16) for _ in range(3))
+    if kind == "a mask for each head":
+        return [q, k, v], {"attn_mask": torch.randn(4, 48, 48)}
+    return ([q, k, v[..., :8]], {"is_causal": True}) if kind == "narrower values" else ([q[0], k[0], v[0]], {})
+
+
+@pytest.mark.parametrize("kind", ["a mask for each head", "narrower values", "three dimensions"])
+def test_attention_that_torch_runs_op_by_op_keeps_what_it_is_given(kind: str) -> None:
+    """Whatever the reason, and gives the same bits; what torch has a kernel for is torch's."""
+    tensors, options = _of_kind(kind)
+    g = torch.randn(*tensors[0].shape[:-1], tensors[2].shape[-1])
+
+    def gradients(attend: Callable[..., Tensor]) -> tuple[list[Tensor], int]:
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        given = [x * 1 for x in leaves]
+        y = attend(*given, **options)
+        held = saved_bytes(lambda: attend(*given, **options), [*given, *filter(torch.is_tensor, options.values())])
+        return [y.detach(), *torch.autograd.grad(y, leaves, g)], held
+
+    (found, held), (expected, more) = gradients(attention), gradients(F.scaled_dot_product_attention)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert held < 0.5 * more
+    plain = torch.randn(2, 4, 48, 16, requires_grad=True)
+    assert type(attention(plain, plain, plain).grad_fn) is type(F.scaled_dot_product_attention(*[plain] * 3).grad_fn)

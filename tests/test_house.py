@@ -81,6 +81,7 @@ PRIVATE_TORCH = {
     "torch.utils._pytree": "tensors anywhere among the arguments of an op, for parameters that decode themselves",
     "torch.fx.node._get_qualified_name": "torch's functions by name, also those that do not know their module",
     "torch.ops.aten._log_softmax_backward_data": "the same bits as torch's own cross entropy, without a graph of it",
+    "torch.ops.aten._fused_sdp_choice": "whether attention has a kernel for what it is given, as torch itself asks",
     "torch.ops.aten._scaled_dot_product_attention_math": "attention op by op with its probabilities, for compilers",
     "torch.ops.mkldnn._is_mkldnn": "torch has no public question for BF16/FP16 instructions on a CPU",
 }

@@ -62,6 +62,8 @@ class StructureRecorder:
         self._owner_of_storage: dict[int, str] = {}
         self._same_as: dict[str, str | None] = {}
         self._parameters: set[int] = set()
+        #: Inputs without floating-point numbers, and "" for what nobody owns.
+        self._integers = {""}
         self._pending: list[Tensor] = []
         #: Fake tensors, whose storages are told apart by address: another must not get it.
         self.alive: list[Any] = []
@@ -84,6 +86,7 @@ class StructureRecorder:
         else:
             kind = TensorKind.INPUT
             self._inputs.setdefault(tensor_id, x.numel() * x.element_size())
+            self._integers |= set() if x.is_floating_point() else {tensor_id}
         self._tensor(tensor_id, x, kind)
         owner = self._owner_of_storage.get(_pointer(x))
         if owner != tensor_id and any(binding.tensor_id.get(n) == owner for n in binding.template.placeholders):
@@ -151,6 +154,8 @@ class StructureRecorder:
         base = op.inputs[0][1] if op.inputs and (op.op_class is OpClass.VIEW or op.inplace is not None) else None
         for tensor_id, y in zip(op.outputs, values, strict=False):
             given = any(_pointer(y) == _pointer(x) for x in tensors_of(arguments))
+            if given and not y.is_floating_point() and self._owner_of_storage.get(_pointer(y), "") in self._integers:
+                continue  # a view of integers that no op of the graph makes: an index, shown as it is needed
             shares = base is not None and given
             self._tensor(tensor_id, y, TensorKind.ACTIVATION, base if shares else None)
             if given and base is None:  # a cast that casts nothing gives its argument back
@@ -174,6 +179,8 @@ class StructureRecorder:
         for x in self._pending:
             pointer = _pointer(x)
             owner = self._owner_of_storage.get(pointer)
+            if owner in self._integers and owner not in own:
+                continue  # an input counts as one
             sharing = [t for t in own if t == owner or self._shares(t, owner)]
             # Of one memory, parts (queries, keys and values) are kept one by one.
             key = (pointer, x.storage_offset(), x.numel()) if sharing else (pointer,)

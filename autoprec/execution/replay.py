@@ -45,7 +45,7 @@ _ROUNDING = 1e-6
 class CallRecord:
     """One training call of a graph. `started` and `returned` order the forward and backward passes of a step; `entered`
     are the outputs that a gradient came to; `retained` tells whether more may come, and `waiting` is there while some
-    may."""
+    may; `twice` tells whether gradients were made to be differentiated themselves."""
 
     binding: Binding
     arguments: Sequence[Any]
@@ -56,6 +56,7 @@ class CallRecord:
     started: int = field(default_factory=lambda: next(_ticks))
     returned: int = -1
     retained: bool = False
+    twice: bool = False
     waiting: weakref.ref[_Waiting] | None = None
 
     @property
@@ -93,6 +94,7 @@ def keep_gradients(
 
     def keep(index: int, sent: list[Tensor], waiting: _Waiting, g: Tensor) -> None:
         record.retained = torch._C._autograd._get_current_graph_task_keep_graph()
+        record.twice |= torch.is_grad_enabled()  # in a backward pass: with create_graph
         if record.returned < 0:
             record.returned = next(_ticks)
             mark_gradient()

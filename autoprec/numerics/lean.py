@@ -3,19 +3,20 @@
 torch's dropout on a CPU keeps its factors, as wide as its input, and ReLU its result; one bit per element says as much.
 Numbers are looked at as integers there, because comparing BF16 numbers, or choosing between them (`torch.where`), takes
 a CPU ten to thirty times as long (docs/measurements/pieces.md). Attention that torch's fused kernels do not take
-(dropout on a CPU, a mask that is trained) keeps its probabilities twice; what it was given, and the state of the random
-generator, say the same, for computing it once more. A compiled graph has no such state: there it is a bit for each
-probability.
+(dropout on a CPU, a mask that is trained, or one for each head) keeps its probabilities twice; what it was given, and
+the state of the random generator, say the same, for computing it once more. A compiled graph has no such state: there
+it is a bit for each probability.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from autoprec.numerics import elements
 from autoprec.numerics.compilers import is_traced, made_in_backward
@@ -162,7 +163,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("attention with dropout or a trained mask")
+        refuse_double_backward("attention that runs op by op")
         *inputs, state = ctx.saved_tensors
 
         def again(*given: Any) -> Tensor:
@@ -199,7 +200,7 @@ class _TracedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("attention with dropout or a trained mask")
+        refuse_double_backward("attention that runs op by op")
         *inputs, bits = ctx.saved_tensors
 
         def again(*given: Any) -> Tensor:
@@ -239,6 +240,14 @@ def _op_by_op(
     return y.to(query.dtype), left
 
 
+def _is_unfused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Mapping[str, Any]) -> bool:
+    """Whether torch runs attention op by op on a CPU: with dropout or a trained mask, and also with a mask for each
+    head, values narrower than keys, or three dimensions. A compiler asks for what it always does so."""
+    if is_traced(query):
+        return options["dropout_p"] > 0.0 or (mask is not None and mask.requires_grad)
+    return torch.ops.aten._fused_sdp_choice(query, key, value, mask, **options) == SDPBackend.MATH.value  # type: ignore[attr-defined]
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -253,8 +262,7 @@ def attention(
     """`F.scaled_dot_product_attention`; where torch has no fused kernel for it on a CPU it keeps what it was given and
     is computed once more in the backward pass."""
     options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    unfused = dropout_p > 0.0 or (attn_mask is not None and attn_mask.requires_grad)
-    if query.is_cuda or not unfused or not torch.is_grad_enabled():
+    if query.is_cuda or not torch.is_grad_enabled() or not _is_unfused(query, key, value, attn_mask, options):
         return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)  # type: ignore[arg-type]
     ours = _TracedAttention if is_traced(query) else _Attention
     result = ours.apply(query, key, value, attn_mask, options)
