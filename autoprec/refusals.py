@@ -89,12 +89,14 @@ def uncaptured(missed: Sequence[str], parameters: Collection[str], model: str, *
         what = (
             "Dynamo did not capture the code that uses them: a graph break in a module that owns parameters, a full"
             f" backward hook on one, more than {RECOMPILE_LIMIT} recompilations, or an input that it does not take (a"
-            " packed sequence). TORCH_LOGS=graph_breaks,recompiles shows which"
+            " packed sequence). TORCH_LOGS=graph_breaks,recompiles shows which. Or the loop uses them itself, in a"
+            " penalty over model.parameters() or as weights of losses: then `uncaptured: report` in the policy lets it"
         )
     else:
         what = (
             "Call the model itself, model(x): calls of model.forward(x), of a submodule, or through a torch.compile of"
-            " your own go round it"
+            " your own go round it. Or several optimizers step in one backward pass, in hooks on its gradients, which"
+            " no verdict on the whole step can come before"
         )
     return (
         f"{len(missed)} of {len(parameters)} parameters got gradients outside the captured graph"

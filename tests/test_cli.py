@@ -84,6 +84,11 @@ def test_help_is_there_in_a_blink() -> None:
     assert min(taken) < 0.3
 
 
+def test_the_package_runs_as_the_command_does() -> None:
+    done = subprocess.run([sys.executable, "-m", "autoprec", "--help"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, autoprec("--help").stdout)
+
+
 def test_help_names_every_command_in_one_line_each(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0

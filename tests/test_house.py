@@ -59,6 +59,7 @@ FLOORS = {
     "testing": 5,
     "demo": 6,
     "cli": 6,
+    "__main__": 6,
 }
 TORCH_FROM = 3
 
