@@ -208,7 +208,8 @@ class Session(Settling, Replanning, Resumable):
         """The model, or a part of it that is captured on its own, is called (called by the dispatcher)."""
         self.settle()
         self._entered = True
-        self._guard.enter()
+        if not in_backward():  # where a checkpoint calls it once more
+            self._guard.enter()
         if torch.is_grad_enabled() or self.model.training:
             self._guard.before_call()
 

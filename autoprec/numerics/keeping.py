@@ -159,24 +159,15 @@ class _Kept:
         self.outer, self.tensor = [outer_pack(x) for x in kept], None
 
     def read(self, outer_unpack: Callable[[Any], Tensor]) -> Tensor:
-        """The tensor, or what is left of it after rounding. A narrow copy is let go of when it is read, before anything
-        is made of it, unless the graph is retained: an op reads what it keeps once."""
+        """The tensor, or what is left of it after rounding."""
         if self.tensor is not None:
             return self.tensor
-        if not self.outer:
-            raise RuntimeError(
-                "what an op keeps in a narrow format for its backward pass was read before, in the same pass: call"
-                " backward(retain_graph=True) to look at it in a hook"
-            )
         kept = [outer_unpack(x) for x in self.outer]
         if self.again is not None:
             return self.again(kept).to(self.dtype).expand(self.shape)
         if self.packed is None:
             return kept[0]
-        packed = self.packed._replace(payload=kept.pop())
-        if not is_traced(packed.payload) and not torch._C._autograd._get_current_graph_task_keep_graph():
-            self.outer, self.packed = [], None
-        return decode(packed, self.dtype).expand(self.shape)
+        return decode(self.packed._replace(payload=kept[0]), self.dtype).expand(self.shape)
 
 
 def keeping(

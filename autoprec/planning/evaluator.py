@@ -199,9 +199,7 @@ class Step:
             self.keep_narrow(t, storage)
         else:
             self.seconds += p.cast_seconds(self.copy(unit), storage, t.numel)
-            gone = t.is_gone_once_read and self.copy(unit) != storage
-            last = p.phase(p.backward(moment)) - gone
-            self.hold_phases(t.id, f"activations, {storage}", p.phase(moment), last, t.stored_bytes(storage))
+            self.hold(t.id, f"activations, {storage}", moment, p.backward(moment), t.stored_bytes(storage))
             self.saved += t.stored_bytes(storage)
         for saver in t.others:
             f, then = self.copy(saver.unit), p.backward(saver.moment)
@@ -305,11 +303,11 @@ class Step:
         plain = self.storage_of(gemm) is None and all(self.format(u) == "fp32" for u in roles)
         early, late = p.one_after_the_other(gemm, self.format(gemm.output), plain=plain)
         kept, gone = self.let_go(gemm, plain=plain)
-        most, before = held[0] + early, max((max(-gone, size - late) for size in held[1:]), default=-gone)
-        if most - gone >= before:
+        of_input_alone = held[0] + early - gone
+        most = max([of_input_alone, *(max(-gone, size - late) for size in held[1:])])
+        if most < 0 or most == of_input_alone:
             self.hold(p.tensors[gemm.x].id, f"activations, {kept}", moment, moment, -gone)
-        else:
-            most = before
+            most += gone
         self.hold(f"workspace of {gemm.op}", "workspace", moment, moment, most)
         if plain and gemm.summed is not None:
             then = p.backward(gemm.summed[0])

@@ -193,8 +193,5 @@ def _stored_size(problem: Problem, t: PlanTensor, storage: str, phase: int) -> i
     def held(moment: int) -> bool:
         return problem.phase(moment) <= phase <= problem.phase(problem.backward(moment))
 
-    there = held(t.stored_by[0]) and not t.in_parts  # of parts: `Program._keep_narrow`
-    if t.is_gone_once_read and phase == problem.phase(problem.backward(t.stored_by[0])):
-        there = False  # unless it is what is read: `Program._store`
-    size = t.stored_bytes(storage) if there else 0
+    size = t.stored_bytes(storage) if held(t.stored_by[0]) and not t.in_parts else 0  # of parts: `Program._keep_narrow`
     return size + t.mask_bytes * sum(map(held, t.masks))

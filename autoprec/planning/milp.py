@@ -195,9 +195,6 @@ class Program(Holding):
         elif not t.in_parts:
             maker = copy_of(t.stored_by[1])
             self._one_of(binary, maker, {f: p.cast_seconds(f, storage, t.numel) for f in self.formats(maker)})
-            if t.is_gone_once_read and storage in self.formats(maker):
-                is_read, size = self.all_of([Linear().add(binary), self.is_in(maker, storage)]), t.stored_bytes(storage)
-                self.workspace.setdefault(p.phase(p.backward(t.stored_by[0])), []).append((is_read, float(size)))
         for saver in t.others:
             read = self._read(binary, storage, copy_of(saver.unit), saver.numel)
             if not saver.in_pieces:

@@ -150,8 +150,6 @@ class Stores:
         if self._changes(op):
             return []
         found = []
-        specs = [self._graph.tensor_by_id[t] for t in dict.fromkeys(op.inputs)]
-        given = sum(spec.numel for spec in specs if spec.is_float32 and spec.requires_grad)
         own = (*op.inputs[:3], *(() if unfused else op.outputs)) if op.kind == ATTENTION else op.saves
         for t in dict.fromkeys(t for t in own if self._roots.root_of[t] == root):
             spec, of_logits = self._graph.tensor_by_id[t], logits and t == op.inputs[0]
@@ -168,7 +166,6 @@ class Stores:
                     noise=tuple(noise.items()),
                     reached=self._reached(op, t, self._passing.get(moment, ())),
                     in_pieces=of_logits,
-                    outlives=not of_logits and given >= self._graph.tensor_by_id[root].numel,
                 )
             )
         return found

@@ -127,8 +127,7 @@ class Tabulated(PartTables, RemadeTables):
             figures += [p.phase(first), 2 * last, *self._vector(t.remaking.seconds)]
             self._open(t, storage)
         born = -1 if t.remaking is None else of(t.born)
-        self._record("store", [storage, of(unit), born], (len(t.masks), t.remaking is not None, t.in_parts,
-                     t.is_gone_once_read), figures)  # fmt: skip
+        self._record("store", [storage, of(unit), born], (len(t.masks), t.remaking is not None, t.in_parts), figures)
         for k, saver in enumerate(t.others):
             noise = self._vector((f, saver.noise_in(f)) for f in dict.fromkeys(f for f, _ in saver.noise))
             then, place = p.phase(p.backward(saver.moment)), propagation.saver(index, k)
@@ -263,7 +262,7 @@ class Tabulated(PartTables, RemadeTables):
         )  # fmt: skip
 
     def _stores(self, pattern: Pattern, entries: Entries, scopes: _Ints, figures: _Floats) -> Group:
-        (storage, maker, maker_of_it), masks, remakable, in_parts, gone_once_read = pattern.reads
+        (storage, maker, maker_of_it), masks, remakable, in_parts = pattern.reads
         kept, made = entries.format(storage), self._copy[entries.format(maker)]
         there = kept >= 0
         numel, mask = figures[0], figures[3]
@@ -275,8 +274,7 @@ class Tabulated(PartTables, RemadeTables):
         narrow = there & (kept != self._again) & (not in_parts)
         size *= not in_parts  # `_narrow` counts that
         seconds = np.where(narrow, self._cast(made, np.where(narrow, kept, made), numel), 0.0)
-        held = [Held(size, first, last - gone_once_read)]
-        held += [Held(size * (kept == made), last, last)] if gone_once_read else []
+        held = [Held(size, first, last)]
         held += [Held(masked, moments[k], moments[masks + k]) for k in range(masks)]
         if remakable:
             again, born = kept == self._again, self._result[entries.format(maker_of_it)]

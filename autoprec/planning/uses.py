@@ -51,8 +51,6 @@ class Saver:
         reached: (variance, share) as in `GradientNode.inputs`: where the rounding is added. A product of two tensors
             reads one of them for the gradient of the other.
         in_pieces: whether it reads a narrow copy a piece at a time, and not the whole of it again.
-        outlives: whether what its backward pass makes takes no less than a narrow copy, which is gone once it is read:
-            it then need not be there at all.
     """
 
     moment: int
@@ -61,7 +59,6 @@ class Saver:
     noise: tuple[tuple[str, float], ...]
     reached: tuple[tuple[int, float], ...] = ()
     in_pieces: bool = False
-    outlives: bool = False
 
     def noise_in(self, storage: str | None) -> float:
         """The relative variance under a storage; 0.0 for None, as it is."""

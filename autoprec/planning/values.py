@@ -141,12 +141,6 @@ class PlanTensor:
         return tuple(use for use in self.savers if use.moment not in self.masks)
 
     @property
-    def is_gone_once_read(self) -> bool:
-        """Whether a narrow copy, not in parts, is gone while the last op that reads it makes anything of it; unless it
-        is what that reads."""
-        return {s.outlives for s in self.others if s.moment == self.stored_by[0]} == {True}
-
-    @property
     def in_parts(self) -> bool:
         """Whether one of them keeps a part: what is there narrow then depends on the formats of those that do."""
         return any(use.part for use in self.keepers)

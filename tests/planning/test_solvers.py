@@ -384,30 +384,3 @@ def test_no_choice_is_ruled_out_because_a_search_ended_before_its_proof(monkeypa
     monkeypatch.setattr(Program, "forbid", lambda *_: pytest.fail("a choice is ruled out"))
     again = highs.smallest_peak(problem, relative_gap=1e-6)
     assert again.evaluation.peak_bytes == exact.evaluation.peak_bytes and nodes[-1] == 10
-
-
-def test_a_narrow_copy_that_is_what_an_op_reads_stays_while_it_runs():
-    """One that is decoded is gone by then."""
-    found = 0
-    for seed in range(120):
-        problem = random_case(seed).problem()
-        rows = tuple(dataclasses.replace(r, limit=1e30) for r in problem.rows)
-        problem = dataclasses.replace(problem, loss_limit=None, rows=rows, ties=())
-        for i in (i for i in problem.storable if problem.tensors[i].is_gone_once_read):
-            moment, unit = problem.tensors[i].stored_by
-            if unit is None or "bf16" not in problem.units[unit].options or "bf16" not in problem.tensors[i].storages:
-                continue
-            options = [0] * len(problem.units)
-            then, size = problem.phase(problem.backward(moment)), problem.tensors[i].stored_bytes("bf16")
-            for own in (0, problem.units[unit].options.index("bf16")):
-                options[unit] = own
-                choice = Choice(options=tuple(options)).keeping(i, "bf16")
-                step = evaluator.Step(problem, choice).whole()
-                held = [n for what, first, last, n in step.held
-                        if what == problem.tensors[i].id and n == size and first <= then <= last]  # fmt: skip
-                assert bool(held) == bool(own)
-                said = program_says(problem, choice)
-                assert said is not None
-                assert np.allclose(np.array(said[1]) + problem.fixed_bytes, evaluate(problem, choice).bytes_at)
-                found += 1
-    assert found >= 10
