@@ -98,7 +98,15 @@ def nearest_op(match: str, kinds: Collection[str], graph: OpGraph, roles: Collec
     if unknown:
         return f" Nearest kind to {unknown[0][:60]!r}: {_closest(unknown[0], {k: k for k in there})!r}."
     fqns = {name: op.fqn for op in graph.ops for name in (op.fqn, op.fqn.rpartition(".")[2])}
-    return f" Nearest module: {_closest(re.sub(r'[][*?.]+', '.', match).strip('.'), fqns)!r}."
+    meant = re.sub(r"[][*?.]+", ".", match).strip(".")
+    if not difflib.get_close_matches(meant[:200], fqns, n=1, cutoff=_ALIKE):
+        names = sorted({fqn for fqn in fqns.values() if fqn})
+        return f" None is like it; there are {', '.join(names[:5])}{', …' if len(names) > 5 else ''}." if names else ""
+    return f" Nearest module: {_closest(meant, fqns)!r}."
+
+
+#: How alike two names are, by difflib's ratio, of which one may be meant for the other.
+_ALIKE = 0.4
 
 
 def _closest(name: str, choices: dict[str, str]) -> str:

@@ -241,6 +241,12 @@ def test_unused_rules_are_named_with_the_nearest_op() -> None:
         p.check_against(OpGraph(model="Empty", ops=(), tensors=()))
 
 
+def test_where_no_name_is_like_it_some_are_told() -> None:
+    with pytest.raises(PolicyError, match=r"None is like it; there are .*lm_head") as caught:
+        policy(rules=({"match": "q7.q8.*", "floor": "fp32"},)).check_against(GRAPH)
+    assert "Nearest" not in str(caught.value)
+
+
 def test_a_schedule_that_matches_nothing_is_refused() -> None:
     """It would be said to have been applied, at the end of a long run."""
     p = policy(schedule=({"after": 9, "raise": "*norm", "to": "fp32"}, {"after": 9, "raise": "lm_haed*", "to": "fp32"}))
