@@ -282,7 +282,7 @@ def gradient_penalty(prepare: Prepare, steps: int, *, critic: str) -> Run:
 
 @pytest.mark.parametrize("critic", CRITICS)
 def test_a_gradient_penalty_under_the_identity_is_bitwise(critic: str) -> None:
-    same_bits_under_the_identity(functools.partial(gradient_penalty, critic=critic), [])
+    same_bits_under_the_identity(functools.partial(gradient_penalty, critic=critic), ["memory"])  # of no peak
 
 
 @pytest.mark.parametrize("policy", ["bf16", "memory"])
