@@ -357,7 +357,7 @@ def test_the_peak_of_a_compiled_step_is_that_of_its_code(broken: bool) -> None:
         assert abs(ratio - 1.0) <= 0.01, (c.name, ratio)
     assert plan.adopted is not None and plan.predicted == plan.adopted.predicted
     told = memory_data(plan)
-    if told["predicted"]["plan"] == plan.predicted.peak_bytes:  # the planner was right to the byte: nothing more to tell
+    if told["predicted"]["plan"] == plan.predicted.peak_bytes:  # the planner was right to the byte
         assert told["predicted_compiled"]["plan"] is None
         return
     assert told["predicted_compiled"]["plan"] == plan.predicted.peak_bytes
