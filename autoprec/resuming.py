@@ -29,7 +29,8 @@ class Resumable:
     """What a session has for checkpoints. The model, the optimizer and random states are the user's to save."""
 
     def state_dict(self: Session) -> dict[str, Any]:  # type: ignore[misc]
-        """Plan, floors, window and counters: text and tensors, for torch.save. `StateError` in the middle of a step."""
+        """Plan, floors, window and counters: text and tensors, for torch.save. Of a step that has only run forward, as
+        before it. `StateError` where gradients wait for their update."""
         return _as_dict(_take(self))
 
     def load_state_dict(self: Session, state: Mapping[str, Any]) -> None:  # type: ignore[misc]
@@ -49,7 +50,7 @@ class Resumable:
 
 
 def _take(session: Session) -> RunState:
-    """The state between two steps. `StateError` in the middle of one."""
+    """The state between two steps. `StateError` where gradients wait for their update."""
     session.settle()
     if session._guard.waits:
         raise StateError(
