@@ -443,3 +443,18 @@ def test_the_last_step_of_a_program_is_told(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert '"kind":"bad_step"' in (tmp_path / "events.jsonl").read_text().replace('": "', '":"')
+
+
+def test_hooks_of_the_optimizer_see_what_a_bad_step_leaves(elsewhere: None) -> None:
+    """Buffers among it, which the device puts back before they look."""
+    model, session, optimizer = running()
+    seen: list[Any] = []
+    handle = optimizer.register_step_post_hook(lambda *_: seen.append(everything(model, optimizer)))
+    before = everything(model, optimizer)
+    step(model, optimizer, batch(5, bad=True))
+    assert is_left(session) and same(seen[-1], before)
+    step(model, optimizer, batch(6))
+    assert len(seen) == 2 and not same(seen[-1], before)
+    handle.remove()
+    step(model, optimizer, batch(7))
+    assert len(seen) == 2 and session.skipped_steps == 1 and not optimizer._optimizer_step_post_hooks

@@ -69,14 +69,18 @@ class _Step:
         """The gradients, while the optimizer itself runs: what the user has hooked to it sees them before and after.
         `behind_hooks`: those that come before have not run yet."""
         if not self.handles:  # a closure may be called more than once
-            first = optimizer.register_step_post_hook(lambda *_: self.put_back())
-            optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
-            self.handles.append(first)
+            self.come_first(optimizer)
         if behind_hooks:
             last = optimizer.register_step_pre_hook(lambda *_: self.aside.append(PutAside(optimizer)))
             self.handles.append(last)
         else:
             self.aside.append(PutAside(optimizer))
+
+    def come_first(self, optimizer: Optimizer) -> None:
+        """Before all that others have hooked behind the optimizer."""
+        first = optimizer.register_step_post_hook(lambda *_: self.put_back())
+        optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
+        self.handles.append(first)
 
     def put_back(self) -> None:
         """What was put aside, and all else that hooks of others may see."""
@@ -233,6 +237,8 @@ def _judge(optimizer: Optimizer, owners: Sequence[StepListener], step: _Step, *,
         alone = len(owners) == 1 and step.snapshot is None
         if alone and (flag := owners[0].leave_to_device(optimizer)) is not None:
             optimizer.found_inf = step.flag = flag  # type: ignore[attr-defined]
+            if optimizer._optimizer_step_post_hooks:  # type: ignore[attr-defined]
+                step.come_first(optimizer)
             return
         bad = [owner for owner in owners if not owner.gradients_are_good(optimizer)]
         if not bad:

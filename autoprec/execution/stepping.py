@@ -290,7 +290,9 @@ class StepGuard:
 
     def put_back(self) -> None:
         """The update did not happen, and others are about to look: buffers are as before the step."""
-        if self.in_step and self.bad:
+        if self.in_step and self._flag is not None:
+            self.buffers.restore_where(self._flag)
+        elif self.in_step and self.bad:
             self.buffers.restore()
 
     def skipped(self) -> None:
