@@ -57,7 +57,8 @@ def _take(session: Session) -> RunState:
             "a step is in progress: save the state after optimizer.step() (or session.step()), or set gradients to None"
             " that nobody will step by (model.zero_grad())"
         )
-    session.is_between_steps()  # what nobody will finish is no part of the run; what somebody may is of its next step
+    if session._guard.in_step and session._calls.are_given_up:
+        session._guard.give_up()  # what nobody will finish is no part of the run; what somebody may is of its next step
     observed, stability = session._observed, session._stability
     return RunState(
         run=Run(

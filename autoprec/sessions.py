@@ -209,9 +209,7 @@ class Session(Settling, Replanning, Resumable):
         self.settle()
         self._entered = True
         if not in_backward():  # where a checkpoint calls it once more
-            self._guard.enter()
-        if torch.is_grad_enabled() or self.model.training:
-            self._guard.before_call()
+            self._guard.enter(trains=torch.is_grad_enabled() or self.model.training)
 
     def run(self, template: Template, arguments: Sequence[Any]) -> Any:
         """Run a captured graph for the owner of its parameters (called by the dispatcher)."""
@@ -292,7 +290,12 @@ class Session(Settling, Replanning, Resumable):
         self._calls.add(record, after_a_bad_one=bool(self._guard.watch.bad))
         if self.calibrating and (told := self._provisional.weigh(slot, arguments, self._guard.optimizer_bytes)):
             self._log.add_once(self.steps, "warning", trigger="memory", evidence=told)
-        outputs, how = self._observed.run(slot, arguments), self._observed.how_to_note(slot.binding)
+        try:
+            outputs = self._observed.run(slot, arguments)
+        except BaseException:
+            self._calls.drop(record)
+            raise
+        how = self._observed.how_to_note(slot.binding)
         self._losses.look(record, outputs)
         self._observed.look(record, outputs)
         # While the host asks a device how the micro-batch before went, that has this forward pass to do.
@@ -369,7 +372,8 @@ class Session(Settling, Replanning, Resumable):
         self._guard.watch.fresh.clear()
 
     def on_begin(self) -> None:
-        """A step has begun in which no captured graph ran (called by the guard)."""
+        """A step begins, and nothing of the one before counts any more; called by the guard for a step that no captured
+        graph has begun."""
         self.forget_left()
         self._calls.begin()
         self._ran.clear()

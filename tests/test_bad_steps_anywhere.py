@@ -150,9 +150,22 @@ def test_a_state_that_is_taken_in_the_middle_of_a_step_leaves_it_alone(bad: bool
     assert (session.steps, session.skipped_steps) == (12 - bad, int(bad))
 
 
-def test_hooks_of_the_optimizer_see_a_model_that_nothing_has_changed() -> None:
+class Restless(torch.optim.SGD):
+    """One that torch does not know: it changes parameters whatever their gradients are."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.mul_(0.999)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "LBFGS", "of the user's"])
+def test_hooks_of_the_optimizer_see_a_model_that_nothing_has_changed(kind: str) -> None:
     """Averages of weights and buffers are kept by such; they can ask whether the step was skipped."""
     model, session, optimizer = normed()
+    if kind != "AdamW":
+        optimizer = (torch.optim.LBFGS if kind == "LBFGS" else Restless)(model.parameters(), lr=1e-3)
     seen = []
 
     def look(*_: Any) -> None:
@@ -163,9 +176,18 @@ def test_hooks_of_the_optimizer_see_a_model_that_nothing_has_changed() -> None:
         before, x = state_of(model), torch.randn(32, 16)
         if step == 9:
             x[0, 0] = torch.nan
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
+
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            found: Tensor = model(x).square().mean()  # noqa: B023
+            found.backward()
+            return found
+
+        if kind == "LBFGS":
+            optimizer.step(loss)
+        else:
+            loss()
+            optimizer.step()
     assert seen == [(step == 9, step == 9) for step in range(12)]
 
 

@@ -74,3 +74,24 @@ def test_a_batch_that_the_model_does_not_take_costs_nothing_but_itself(at: int, 
         optimizer.step()
     assert session.steps == 11 and session.plan is not None
     assert not any(e.kind == "warning" for e in session.events)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_call_that_fails_in_the_middle_of_a_step_is_no_part_of_it(bad: bool) -> None:
+    """Nor is it replayed, when the step is a bad one and somebody asks where that began."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 4))
+    autoprec.compile(model, policy="memory", events=None)
+    session, optimizer = autoprec.session(model), torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(12):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 16)).square().mean()
+        (loss * (torch.inf if bad and step in (2, 10) else 1.0)).backward()
+        if step in (2, 10):  # calibrating, and under the plan
+            with pytest.raises(RuntimeError, match="dtype"):
+                model(torch.randn(8, 16, dtype=torch.float64))
+        optimizer.step()
+        assert session.step_was_skipped == (bad and step in (2, 10))
+    assert session.steps == 12 - 2 * bad
+    told = [e.evidence for e in session.events if e.kind == "bad_step"]
+    assert len(told) == 2 * bad and all("from outside of the graph, from the loss" in text for text in told)

@@ -62,7 +62,7 @@ class StructureRecorder:
         self._owner_of_storage: dict[int, str] = {}
         self._same_as: dict[str, str | None] = {}
         self._parameters: set[int] = set()
-        #: Inputs without floating-point numbers, and "" for what nobody owns.
+        #: Inputs of integers or booleans, and "" for what nobody owns.
         self._integers = {""}
         self._pending: list[Tensor] = []
         #: Fake tensors, whose storages are told apart by address: another must not get it.
@@ -86,7 +86,8 @@ class StructureRecorder:
         else:
             kind = TensorKind.INPUT
             self._inputs.setdefault(tensor_id, x.numel() * x.element_size())
-            self._integers |= set() if x.is_floating_point() else {tensor_id}
+            if _counts(x):
+                self._integers.add(tensor_id)
         self._tensor(tensor_id, x, kind)
         owner = self._owner_of_storage.get(_pointer(x))
         if owner != tensor_id and any(binding.tensor_id.get(n) == owner for n in binding.template.placeholders):
@@ -154,7 +155,7 @@ class StructureRecorder:
         base = op.inputs[0][1] if op.inputs and (op.op_class is OpClass.VIEW or op.inplace is not None) else None
         for tensor_id, y in zip(op.outputs, values, strict=False):
             given = any(_pointer(y) == _pointer(x) for x in tensors_of(arguments))
-            if given and not y.is_floating_point() and self._owner_of_storage.get(_pointer(y), "") in self._integers:
+            if given and _counts(y) and self._owner_of_storage.get(_pointer(y), "") in self._integers:
                 continue  # a view of integers that no op of the graph makes: an index, shown as it is needed
             shares = base is not None and given
             self._tensor(tensor_id, y, TensorKind.ACTIVATION, base if shares else None)
@@ -277,6 +278,11 @@ def _marked(t: TensorSpec, used: bool | None, base: str | None) -> TensorSpec:
         is_output=used is not None,
         is_unused=used is False,
     )
+
+
+def _counts(x: Tensor) -> bool:
+    """Whether it holds integers or booleans."""
+    return not (x.is_floating_point() or x.is_complex())
 
 
 def _pointer(x: Tensor) -> int:

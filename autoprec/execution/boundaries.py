@@ -262,8 +262,6 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return
     step.take_flag_back()
     step.forget_hooks()
-    if step.aside and step.snapshot is not None:
-        step.snapshot.restore(optimizer)
     for known in step.owners:
         if (owner := known()) is not None:
             owner.end()

@@ -62,6 +62,10 @@ class StepCalls(Sequence[CallRecord]):
         if len(self._kept) < _MOST_CALLS or not after_a_bad_one:
             self._kept.append(record)
 
+    def drop(self, record: CallRecord) -> None:
+        """A call that failed: it gave nothing, and is not to be replayed."""
+        self._kept = [call for call in self._kept if call is not record]
+
     def let_go(self, but: CallRecord | None = None) -> None:
         """All were good; `but` one, which is only beginning."""
         good = [call for call in self._kept if call is not but]

@@ -53,7 +53,8 @@ RECOMPILE_LIMIT = 64
 
 #: Without allow_rnn a module that holds an LSTM or GRU is not captured at all; a GRU is captured once per sequence
 #: length, so the limit is raised. A frame that Dynamo fails on runs eager; the coverage law notices the parameters in
-#: it. Hooks that are put on modules later, or taken off, are noticed.
+#: it. Hooks that are put on modules later, or taken off, are noticed. A number that a module counts up is captured once
+#: more, and then as a number: as a constant it would be captured in every step, up to the limit.
 _CONFIG = {
     "allow_rnn": True,
     "recompile_limit": RECOMPILE_LIMIT,

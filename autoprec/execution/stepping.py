@@ -123,18 +123,21 @@ class StepGuard:
         self._taken = False
         return True
 
-    def enter(self) -> None:
-        """The model is called. A step that the loop has given up because it was bad, its gradients reset, leaves no
-        buffer behind."""
-        if self.in_step and self.watch.discarded() and not self.watch.verdict():
-            self.buffers.restore()
-
-    def before_call(self) -> None:
-        """The model is called to be trained, or in training mode: whatever changes a buffer comes later, graphs without
-        parameters that train among it."""
-        if not (self.in_step or (self._taken and self.watch.fresh and not self.watch.discarded())):
+    def enter(self, *, trains: bool) -> None:
+        """The model is called; `trains`: to be trained, or in training mode. Whatever changes a buffer comes later,
+        graphs without parameters that train among it. A step that the loop has given up because it was bad, its
+        gradients reset, leaves no buffer behind."""
+        if self.in_step:
+            if self.watch.discarded() and not self.watch.verdict():
+                self.buffers.restore()
+        elif trains and not (self._taken and self._has_gradients):
             self.buffers.take(again=self._taken)
             self._taken = True
+
+    @property
+    def _has_gradients(self) -> bool:
+        """Whether there are some that the loop has not reset."""
+        return bool(self.watch.fresh) and not self.watch.discarded()
 
     def _begin_unseen(self) -> None:
         """A step is one also where no graph ran: the model was called, and its parameters have gradients."""
@@ -276,7 +279,7 @@ class StepGuard:
     @property
     def waits(self) -> bool:
         """Whether a gradient of the step in progress waits for its update."""
-        return self.in_step and bool(self.watch.fresh) and not self.watch.discarded()
+        return self.in_step and self._has_gradients
 
     def give_up(self) -> bool:
         """The step in progress, if no gradient waits for its update. False if one does."""
