@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 import autoprec
 from autoprec.execution.dispatch import RECOMPILE_LIMIT
+from autoprec.graphs import Role
+from autoprec.serial import load_policy
 
 
 class Counting(nn.Module):
@@ -66,14 +68,59 @@ def test_a_batch_that_the_model_does_not_take_costs_nothing_but_itself(at: int, 
     for step in range(12):
         x = torch.randn(8, 16).to(dtype if step == at else torch.float32)
         optimizer.zero_grad()
+        known = len(session.bindings)
         try:
             model(x).square().mean().backward()
         except RuntimeError as error:
             assert step == at and "dtype" in str(error)
+            assert len(session.bindings) == known  # what never ran is no graph of the model
             continue
         optimizer.step()
     assert session.steps == 11 and session.plan is not None
     assert not any(e.kind == "warning" for e in session.events)
+
+
+class Narrowing(nn.Module):
+    """Takes what it is given to FP32 itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(torch.tanh(self.first(torch.tanh(x).float())))
+        return y
+
+
+@pytest.mark.parametrize("storages", [(), ("fp8_e4m3",)])
+@pytest.mark.parametrize("fmt", ["bf16", "fp16"])
+def test_what_is_given_another_dtype_than_it_was_runs_as_written_and_the_rest_as_planned(
+    fmt: str, storages: tuple[str, ...]
+) -> None:
+    torch.manual_seed(0)
+    loose, rules = {"gradient": 1e3, "loss": 1e3}, ({"match": "*", "pin": fmt, "optional": True},)
+    policy = load_policy("memory").replaced(
+        formats=("fp32", fmt), noise=loose, rules=rules, storage={"formats": storages, "recompute": False}
+    )
+    model = autoprec.compile(Narrowing(), policy=policy, events=None)
+    session, optimizer = autoprec.session(model), torch.optim.SGD(model.parameters(), lr=1e-3)
+    batches = [torch.randn(8, 16) for _ in range(12)]
+    for x in batches:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    assert session.plan is not None and (":tanh#0", Role.OUTPUT) in session.plan.format_of
+    assert bool(session.plan.storages) == bool(storages) and not session.plan.is_identity
+    narrow, wide = model(batches[0]), model(batches[0].double())
+    plain = Narrowing()
+    plain.load_state_dict(model.state_dict())
+    exact = plain(batches[0])
+    assert wide.dtype is torch.float32 and not torch.equal(wide, exact)
+    assert float((wide - exact).abs().max()) <= 2 * float((narrow - exact).abs().max())
+    optimizer.zero_grad()
+    wide.square().mean().backward()
+    optimizer.step()
+    assert session.steps == 13
 
 
 @pytest.mark.parametrize("bad", [False, True])

@@ -419,13 +419,11 @@ def _even(offs: Tensor, rows: int) -> Tensor:
 
 
 def _like(meta: TensorMeta) -> Tensor:
-    """Random values of the same shape and strides; zeros for integers and booleans (valid indices), one where a
-    tensor shows one for many, as an index that was expanded does."""
+    """Random values of the same shape and strides; zeros for integers and booleans (valid indices)."""
     if meta.dtype.is_floating_point or meta.dtype.is_complex:
         # Positive, because variances are among the arguments of norms.
         values = torch.rand(meta.shape, dtype=meta.dtype, device=meta.device).mul_(0.75).add_(0.25)
         if 0 in meta.stride:
             return values
         return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device).copy_(values)
-    once = [1 if stride == 0 else size for size, stride in zip(meta.shape, meta.stride, strict=True)]
-    return torch.zeros(once, dtype=meta.dtype, device=meta.device).expand(meta.shape)
+    return torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)

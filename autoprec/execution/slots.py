@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ class Slot:
         binding: the captured graph and its owner's names.
         trains: whether a parameter of it is trainable, and it was captured where gradients are recorded.
         lowering: how graphs are made to run.
-        plan: what `rewritten` was made from; None runs the captured graph itself.
+        plan: what was adopted; None runs the captured graph itself. `rewritten` is made from what this graph can run of
+            it.
         rewritten: the graph under the plan, None where that changes nothing.
         runner: what is called.
         calls: how often it ran.
@@ -46,6 +47,7 @@ class Slot:
     tell: Callable[[str], object] = lambda _: None
     tell_unmade: Callable[[str], object] = lambda _: None
     _proven: Runner | None = field(default=None, init=False)  # what has run
+    _fitting: Plan | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.runner = self.lowering.runs(self.binding, None, None)
@@ -53,6 +55,7 @@ class Slot:
     def adopt(self, plan: Plan | None, device_type: str, *, compiled: bool = True) -> None:
         """Run `plan` from the next call on, compiled or as it is; the identity plan runs the captured graph itself."""
         self.plan, self.rewritten = plan, None
+        self._fitting = plan = None if plan is None else _fitting(plan, self.binding)
         if plan is not None and not plan.is_identity:
             self.rewritten = rewrite(self.binding, plan, device_type)
             for why in self.rewritten.unmade.values() if self.trains else ():
@@ -61,7 +64,7 @@ class Slot:
 
     def lower(self) -> None:
         """Run the plan, which ran as it is until now, compiled from the next call on."""
-        self.runner = self.lowering.runs(self.binding, self.plan, self.rewritten)
+        self.runner = self.lowering.runs(self.binding, self._fitting, self.rewritten)
 
     def prepare(self) -> str:
         """Compile the plan now, where that is to be; "" or why the compiler refused, and the graph runs as it is."""
@@ -69,8 +72,8 @@ class Slot:
             with torch.enable_grad():  # as it will run, wherever a step ends
                 self.runner.prepare()
         except RefusedError as error:
-            assert self.plan is not None
-            self.runner = self.lowering.uncompiled(self.binding, self.plan, self.rewritten)
+            assert self._fitting is not None
+            self.runner = self.lowering.uncompiled(self.binding, self._fitting, self.rewritten)
             return str(error)
         return ""
 
@@ -100,11 +103,27 @@ class Slot:
             # What the compiler refuses, or makes so that it fails at once. A graph that runs as it is may not.
             if not isinstance(error, RefusedError) and (rng is None or not self.runner.compiled):
                 raise
-            assert self.plan is not None
+            assert self._fitting is not None
             if rng is not None:
                 torch.set_rng_state(rng)
             self.tell(" ".join(str(error).split())[:400])
-            self.runner = self.lowering.uncompiled(self.binding, self.plan, self.rewritten)
+            self.runner = self.lowering.uncompiled(self.binding, self._fitting, self.rewritten)
             return self.runner(*arguments)
         self._proven = self.runner
         return result
+
+
+def _fitting(plan: Plan, binding: Binding) -> Plan:
+    """What a graph can run of a plan. One that was calibrated speaks of ops as they were then: what is given another
+    dtype here takes no format, and is as the user wrote it. One that somebody wrote means what it says."""
+    without = {op.id for op in binding.ops if not op.roles}
+    if not plan.graph_fingerprint or without.isdisjoint(a.op for a in plan.assignments):
+        return plan
+    made = {tensor for op in binding.ops if op.id in without for tensor in op.outputs}
+    regions = ((r, tuple(op for op in r.ops if op not in without)) for r in plan.regions)
+    return replace(
+        plan,
+        assignments=tuple(a for a in plan.assignments if a.op not in without),
+        storages=tuple(s for s in plan.storages if s.tensor not in made),
+        regions=tuple(replace(r, ops=ops) for r, ops in regions if ops),
+    )

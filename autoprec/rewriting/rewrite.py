@@ -297,8 +297,8 @@ class _Rewriter(Storing):
             fmt = self.born[base] if base is not None and returns_float32(base.meta["example_value"]) else _FP32
             new = self.copy(op.node, lambda n: self.as_born(n) if n is base else self.as_written(n))
             self.put(op.node, new, fmt, base)
-        elif (op.id, Role.OUTPUT) in self.plan.format_of and (op.roles or not self.plan.graph_fingerprint):
-            self.visit_planned(op)  # of a calibrated plan, what has no roles here is given another dtype than it was
+        elif (op.id, Role.OUTPUT) in self.plan.format_of:
+            self.visit_planned(op)
         elif op.gemm is not None and self._stored(self.binding.tensor_id[op.gemm.input]):
             self.put(op.node, self._weighted_gemm(op, op.gemm, dict.fromkeys(op.roles, _FP32), None), _FP32)
         else:
