@@ -117,6 +117,47 @@ def gated_attention(h: Tensor) -> Tensor:
     return (F.scaled_dot_product_attention(q, k, v) * gate.sigmoid()).transpose(1, 2).flatten(2)
 
 
+def by_kind(kind: str) -> Callable[[Tensor], Tensor]:
+    """Attention that torch runs op by op on a CPU, though nothing drops out and no mask is trained."""
+
+    def of(h: Tensor) -> Tensor:
+        q, k, v = heads(h[..., :192], 3)
+        if kind == "three_dimensions":
+            q, k, v = h[..., :192].chunk(3, -1)
+            return F.scaled_dot_product_attention(q, k, v)
+        if kind == "narrow_values":
+            y = F.scaled_dot_product_attention(q, k, v[..., :8])
+            return torch.cat([y, y], -1).transpose(1, 2).flatten(2)
+        i = torch.arange(h.shape[1])
+        mask = -(i[:, None] - i).abs() * (2.0 ** -torch.arange(1, 5))[:, None, None]
+        return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+
+    return of
+
+
+def summed(h: Tensor) -> Tensor:
+    """The sum sends back one number for many."""
+    return F.gelu(h).unflatten(-1, (4, 64)).sum(-2)
+
+
+def summed_behind_a_view(h: Tensor) -> Tensor:
+    return h.sigmoid().view(*h.shape[:-1], 4, 64).sum(-2)
+
+
+def behind_an_instance_norm(h: Tensor) -> Tensor:
+    """Which gives a view."""
+    return F.instance_norm(h.mT).relu_().mT
+
+
+def times_integers(h: Tensor) -> Tensor:
+    """Made here."""
+    return h * (torch.arange(h.numel()).view(h.shape) % 3).float()
+
+
+def as_another(h: Tensor) -> Tensor:
+    return h.mean(1, keepdim=True).sigmoid().expand_as(h) * h.softmax(-1).type_as(h)
+
+
 class Masked(nn.Module):
     """Attention with a trained mask, which a CPU computes op by op; of the whole batch, or one for all. Where it has
     all scores, what torch keeps is as large as what it is given."""
@@ -184,8 +225,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
         for of, width in (
             (gated, 128), (slices, 128), (unbound, 128), (one_slice, 64), (one_for_nobody, 64), (parts_of_parts, 128),
             (expanded, 256), (normalized, 256), (attention, 64), (gated_attention, 64), (sliced_and_summed, 128),
-            (own_function, 256),
+            (own_function, 256), (summed, 64), (summed_behind_a_view, 64), (behind_an_instance_norm, 256),
+            (times_integers, 256), (as_another, 256),
         )
+    },
+    **{
+        kind: (lambda kind=kind: Block(by_kind(kind), 64), 96)  # type: ignore[misc]
+        for kind in ("a_mask_for_each_head", "narrow_values", "three_dimensions")
     },
     "mask_of_the_batch": (lambda: Masked(16), 48),
     "mask_for_all": (lambda: Masked(1), 48),
