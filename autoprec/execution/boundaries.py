@@ -7,6 +7,7 @@ is good only if it is good for all of them.
 from __future__ import annotations
 
 import atexit
+import inspect
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -56,13 +57,17 @@ class StepListener(Protocol):
 
 @dataclass
 class _Step:
-    """An optimizer's step in progress. `flag`: what it was given as `found_inf`."""
+    """An optimizer's step in progress. `flag`: what it was given as `found_inf`. `inner`: whether a class has called
+    the step of its base class within its own, and torch has wrapped both: each runs the hooks, and they are one step.
+    """
 
     optimizer: weakref.ref[Optimizer]
     owners: Sequence[weakref.ref[StepListener]]
     snapshot: OptimizerSnapshot | None = None
     aside: list[PutAside] = field(default_factory=list)
     flag: Tensor | None = None
+    inner: bool = False
+    guards_closure: bool = False
     handles: list[RemovableHandle] = field(default_factory=list)
 
     def put_aside(self, optimizer: Optimizer, *, behind_hooks: bool) -> None:
@@ -91,6 +96,13 @@ class _Step:
         for known in self.owners:
             if (owner := known()) is not None:
                 owner.put_back()
+
+    def goes_on(self, optimizer: Optimizer) -> None:
+        """Hooks have looked, and the update that did not happen has more to it."""
+        if self.aside:
+            self.aside.append(PutAside(optimizer))
+            if self.snapshot is not None:
+                self.snapshot = OptimizerSnapshot(optimizer)
 
     def forget_hooks(self) -> None:
         """After the step, or when there will be no end of it."""
@@ -204,16 +216,25 @@ def _owners(optimizer: Optimizer) -> list[StepListener]:
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     owners = _owners(optimizer)
-    if (raised := _steps.pop(id(optimizer), None)) is not None:
-        raised.take_flag_back()
-        raised.forget_hooks()
-    if not owners:
-        return None
-    step = _steps[id(optimizer)] = _Step(weakref.ref(optimizer), [weakref.ref(owner) for owner in owners])
+    step = _steps.get(id(optimizer))
+    if step is not None and _steps_under_way(optimizer) > 1:
+        step.inner = True
+        if step.aside or step.guards_closure:
+            return None
+        # Nothing was bad when the step began. Gradients may have been made since.
+    else:
+        if step is not None:  # it raised
+            del _steps[id(optimizer)]
+            step.take_flag_back()
+            step.forget_hooks()
+        if not owners:
+            return None
+        step = _steps[id(optimizer)] = _Step(weakref.ref(optimizer), [weakref.ref(owner) for owner in owners])
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
+    if not callable(closure):
         _judge(optimizer, owners, step, behind_hooks=True)
         return None
+    step.guards_closure = True
     if not calls_closure_once(optimizer):
         step.snapshot = OptimizerSnapshot(optimizer)
 
@@ -256,12 +277,31 @@ def _judge(optimizer: Optimizer, owners: Sequence[StepListener], step: _Step, *,
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    step = _steps.pop(id(optimizer), None)
+    step = _steps.get(id(optimizer))
     _stepped.add(id(optimizer))
     if step is None:
         return
+    if step.inner and _steps_under_way(optimizer) > 1:
+        step.goes_on(optimizer)
+        return
+    del _steps[id(optimizer)]
     step.take_flag_back()
     step.forget_hooks()
     for known in step.owners:
         if (owner := known()) is not None:
             owner.end()
+
+
+#: What torch makes of the steps of optimizers, so that they run hooks.
+_WRAPPED = Optimizer.profile_hook_step(lambda _: None).__code__  # type: ignore[attr-defined]
+
+
+def _steps_under_way(optimizer: Optimizer) -> int:
+    """Calls of `step` that have begun and not ended. More than one where a class calls that of its base class, and
+    torch has wrapped both: it does once somebody has made an optimizer of the base class."""
+    count, frame = 0, inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _WRAPPED and frame.f_locals["self"] is optimizer:
+            count += 1
+        frame = frame.f_back
+    return count
