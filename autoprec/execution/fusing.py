@@ -70,11 +70,12 @@ def _follows(first: BaseSchedulerNode, second: BaseSchedulerNode) -> bool:
 
 
 def _holds_both(first: BaseSchedulerNode, second: BaseSchedulerNode) -> bool:
-    """Whether one kernel of both would have beside what the second makes what the first could let go of."""
+    """Whether one kernel of both would have beside what the second makes what the first could let go of. With others in
+    between, the first waits for them, and so does what reads its results, and holds other things until then."""
+    if not _follows(first, second):
+        return sum(_bytes((*n.read_writes.reads, *n.read_writes.writes)) for n in (first, second)) > _FEW_BYTES
     let_go = _bytes(first.read_writes.reads, but={d.name for d in second.read_writes.reads})
-    made = _bytes(second.read_writes.writes)
-    # With others in between, either the second runs too early, or the first too late.
-    return (min if _follows(first, second) else max)(let_go, made) > _FEW_BYTES
+    return min(let_go, _bytes(second.read_writes.writes)) > _FEW_BYTES
 
 
 def _is_made_too_early(scheduler: Scheduler, first: BaseSchedulerNode, second: BaseSchedulerNode) -> bool:

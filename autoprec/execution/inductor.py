@@ -19,6 +19,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from autoprec.execution.checking import CheckingInterpreter
 from autoprec.execution.dry_run import as_first_seen, dry_run, size_hint
+from autoprec.execution.finishing import Finishing
 from autoprec.execution.fusing import INPUT, lean_code
 from autoprec.execution.lowering import Compiled, PassBytes, RefusedError
 from autoprec.execution.partitioning import Narrow, Partitioner, results_of
@@ -121,8 +122,7 @@ class Inductor:
 
     def _order(self, examples: Sequence[Any]) -> Order:
         # On a GPU, where a read that is saved is worth more, nobody has measured what that costs.
-        on_cpu = all(x.is_cpu for x in examples if isinstance(x, Tensor))
-        return Order(self._labelled(), examples, bool(self._narrow) and on_cpu)
+        return Order(self._labelled(), examples, bool(self._narrow) and _on_cpu(examples))
 
     def _compile(self, examples: Sequence[Any]) -> Callable[..., Any]:
         begin = time.perf_counter()
@@ -219,12 +219,19 @@ def compile_graph(
     # What the forward pass has kept is not written to: another backward pass may read it (`retain_graph`). It takes a
     # sixtieth of a transformer's peak (docs/measurements/lowering.md).
     options = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True, "donated_buffer": False}
+    own = dict(custom_partitioner_fn=partitioner, **_OPTIONS)
+    if _on_cpu(order.examples) and inductor_config.post_grad_custom_post_pass is None:  # or what the user has there
+        own["post_grad_custom_post_pass"] = Finishing()
     with (
-        inductor_config.patch(custom_partitioner_fn=partitioner, **_OPTIONS),
+        inductor_config.patch(own),
         functorch_config.patch(options),
         lean_code() if order.is_lean else nullcontext(),
     ):
         return compile_fx(order.module, list(order.examples), inner_compile=compile_pass), passes, partitioner
+
+
+def _on_cpu(examples: Iterable[Any]) -> bool:
+    return all(x.is_cpu for x in examples if isinstance(x, Tensor))
 
 
 class _Pass(NamedTuple):

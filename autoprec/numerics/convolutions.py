@@ -126,7 +126,8 @@ def _weight_gradient_of(
 ) -> Tensor:
     g = _operand(spec, grad, spec.grad_weight)
     read = spec.operand(x, other_operand(spec.grad_weight))
-    w = torch.empty_like(weight, dtype=read.dtype)  # its shape is all that its own gradient takes of it
+    # Its shape is all that its own gradient takes of it.
+    w = weight if weight.dtype is read.dtype else torch.empty_like(weight, dtype=read.dtype)
     return _backward(o, g, read, w, 1)
 
 

@@ -1,0 +1,75 @@
+"""What torch's compiler is about to make code of, for a CPU, without what it would hold or copy for nothing.
+
+All of it is about convolutions, which take images and weights with their channels last on a CPU. torch's compiler keeps
+copies of the weights in that order from the forward pass to the backward pass, where the parameters are there anyway.
+It gives what several ops read, one of them the backward pass of a convolution, the order of memory that it has in eager
+mode, so that it is copied for each of them. And what is widened for such a one and for others, as plans have it, is
+widened once, for the first of them, and held until the last.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor, fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.graph import GraphLowering
+
+__all__ = ["Finishing"]
+
+_CAST = torch.ops.prims.convert_element_type.default
+_BACK = torch.ops.aten.convolution_backward.default
+
+
+class Finishing(CustomGraphPass):
+    """The last pass over a graph."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Change the graph in place."""
+        _give_back_as_given(graph.output_node())
+        for node in list(graph.nodes):
+            if node.target is _CAST:
+                _widen_late(node)
+        if GraphLowering.decide_layout_opt(graph.owning_module, is_inference=False):
+            for node in graph.nodes:
+                if node.op == "call_function" and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+                    _make_channels_last(node)
+
+    @cache  # noqa: B019 - of all that there are
+    def uuid(self) -> bytes:
+        """By which torch knows what it has compiled with this."""
+        return get_hash_for_files((__file__,))
+
+
+def _give_back_as_given(output: fx.Node) -> None:
+    """What the forward pass is given and the backward pass reads again, in the order that it has."""
+    (results,) = output.args
+    assert isinstance(results, (tuple, list))
+    given = [k for k, n in enumerate(results) if isinstance(n, fx.Node) and n.op == "placeholder"]
+    output.meta["user_visible_output_idxs"] = [*output.meta.get("user_visible_output_idxs", ()), *given]
+
+
+def _read_on_the_way_back(node: fx.Node) -> list[fx.Node]:
+    """The convolutions whose backward passes read it as the gradient that they are given, or as their input."""
+    return [user for user in node.users if user.target is _BACK and node in user.args[:2]]
+
+
+def _widen_late(cast: fx.Node) -> None:
+    """Convolutions read a cast of their own, where others read it, too, and what it casts takes less."""
+    source, readers = cast.args[0], _read_on_the_way_back(cast)
+    assert isinstance(source, fx.Node)
+    narrow, wide = source.meta["val"].dtype, cast.meta["val"].dtype
+    if narrow.itemsize < wide.itemsize and 0 < len(readers) < len(cast.users):
+        with cast.graph.inserting_before(readers[0]):
+            own = cast.graph.call_function(_CAST, cast.args, cast.kwargs)
+        own.meta.update(cast.meta)
+        for reader in readers:
+            reader.replace_input_with(cast, own)
+
+
+def _make_channels_last(node: fx.Node) -> None:
+    """Images that are computed element by element, for a convolution, have their channels last from the beginning."""
+    value = node.meta.get("val")
+    if isinstance(value, Tensor) and value.ndim == 4 and _read_on_the_way_back(node):
+        node.meta["val"] = value.contiguous(memory_format=torch.channels_last)
