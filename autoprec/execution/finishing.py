@@ -29,7 +29,7 @@ class Finishing(CustomGraphPass):
         """Change the graph in place."""
         _give_back_as_given(graph.output_node())
         for node in list(graph.nodes):
-            if node.target is _CAST:
+            if node.target is _CAST and not _is_there(node):
                 _widen_late(node)
         if GraphLowering.decide_layout_opt(graph.owning_module, is_inference=False):
             for node in graph.nodes:
@@ -48,6 +48,21 @@ def _give_back_as_given(output: fx.Node) -> None:
     assert isinstance(results, (tuple, list))
     given = [k for k, n in enumerate(results) if isinstance(n, fx.Node) and n.op == "placeholder"]
     output.meta["user_visible_output_idxs"] = [*output.meta.get("user_visible_output_idxs", ()), *given]
+
+
+def _is_there(cast: fx.Node) -> bool:
+    """Whether it gives back what was widened, which is kept beside it as like as not. Then its readers read that."""
+    (wide,) = cast.all_input_nodes
+    if wide.target is not _CAST:
+        return False
+    (source,) = wide.all_input_nodes
+    given, made = source.meta["val"].dtype, cast.meta["val"].dtype
+    exact = given is made and torch.promote_types(given, wide.meta["val"].dtype) is wide.meta["val"].dtype
+    if exact and source.op != "placeholder":
+        cast.replace_all_uses_with(source)
+        cast.graph.erase_node(cast)
+        return True
+    return False
 
 
 def _read_on_the_way_back(node: fx.Node) -> list[fx.Node]:
