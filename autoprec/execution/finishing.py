@@ -13,6 +13,7 @@ from functools import cache
 
 import torch
 from torch import Tensor, fx
+from torch._prims_common import make_channels_last_strides_for
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.graph import GraphLowering
 
@@ -20,6 +21,8 @@ __all__ = ["Finishing"]
 
 _CAST = torch.ops.prims.convert_element_type.default
 _BACK = torch.ops.aten.convolution_backward.default
+#: Which argument of a convolution its image is.
+_IMAGE = {torch.ops.aten.convolution.default: 0, _BACK: 1}
 
 
 class Finishing(CustomGraphPass):
@@ -32,9 +35,11 @@ class Finishing(CustomGraphPass):
             if node.target is _CAST and not _is_there(node):
                 _widen_late(node)
         if GraphLowering.decide_layout_opt(graph.owning_module, is_inference=False):
-            for node in graph.nodes:
-                if node.op == "call_function" and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            for node in list(graph.nodes):
+                if _is_pointwise(node):
                     _make_channels_last(node)
+                elif node.target in _IMAGE:
+                    _say_channels_last(node)
 
     @cache  # noqa: B019 - of all that there are
     def uuid(self) -> bytes:
@@ -56,9 +61,9 @@ def _is_there(cast: fx.Node) -> bool:
     if wide.target is not _CAST:
         return False
     (source,) = wide.all_input_nodes
-    given, made = source.meta["val"].dtype, cast.meta["val"].dtype
-    exact = given is made and torch.promote_types(given, wide.meta["val"].dtype) is wide.meta["val"].dtype
-    if exact and source.op != "placeholder":
+    given, between, made = (n.meta["val"].dtype for n in (source, wide, cast))
+    exact = given is made and between is torch.float32 and given.itemsize < between.itemsize
+    if exact and given.is_floating_point and source.op != "placeholder":
         cast.replace_all_uses_with(source)
         cast.graph.erase_node(cast)
         return True
@@ -81,6 +86,31 @@ def _widen_late(cast: fx.Node) -> None:
         own.meta.update(cast.meta)
         for reader in readers:
             reader.replace_input_with(cast, own)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return node.op == "call_function" and torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _say_channels_last(convolution: fx.Node) -> None:
+    """Images of one channel are in both orders at once. What their strides say decides which kernel torch takes, and in
+    which order it gives the result."""
+    image = convolution.args[_IMAGE[convolution.target]]
+    assert isinstance(image, fx.Node)
+    value = image.meta["val"]
+    known = value.ndim == 4 and all(isinstance(n, int) for n in value.shape)
+    if (
+        not known
+        or value.shape[1] != 1
+        or not value.is_contiguous()
+        or not (_is_pointwise(image) or image.op == "placeholder")
+    ):
+        return
+    strides = list(make_channels_last_strides_for(value.shape))
+    with convolution.graph.inserting_before(convolution):
+        seen = convolution.graph.call_function(torch.ops.aten.as_strided.default, (image, list(value.shape), strides))
+    seen.meta["val"] = value.as_strided(value.shape, strides)
+    convolution.update_arg(_IMAGE[convolution.target], seen)
 
 
 def _make_channels_last(node: fx.Node) -> None:

@@ -54,6 +54,15 @@ def _traced_bits(x: Tensor) -> Tensor:
 _traced_bits.register_fake(lambda x: x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8))
 
 
+@torch.library.custom_op("autoprec::masked", mutates_args=(), device_types="cpu")
+def _traced_mask(x: Tensor, bits: Tensor) -> Tensor:
+    """`_masked_in_order` as one op of a compiled graph."""
+    return _masked_in_order(x, bits)
+
+
+_traced_mask.register_fake(lambda x, bits: torch.empty_like(x, memory_format=torch.contiguous_format))
+
+
 def _has_channels_last(y: Tensor, images: bool) -> bool:
     """Whether the channels are last in memory. Compilers put them there of `images`."""
     if is_traced(y):
@@ -78,6 +87,8 @@ def _masked(x: Tensor, bits: Tensor, channels_last: bool = False) -> Tensor:
 
 
 def _masked_in_order(x: Tensor, bits: Tensor) -> Tensor:
+    if is_traced(x) and x.device.type == "cpu":
+        return _traced_mask(x.contiguous(), bits)
     if is_traced(x):
         kept = unpack_bits(bits, x.shape).float()  # between FP32 numbers compiled code chooses 20 times as fast
         return torch.where(kept != 0, x.float(), 0.0).to(x.dtype)
