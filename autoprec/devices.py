@@ -44,6 +44,8 @@ class OpTiming:
     input is kept narrow: what runs then is not torch's own product. None if that was not looked at.
     `piece_frac`: of a gradient role of a convolution that copies an operand to this format, the share of the images of
     which there are copies at a time (a CPU goes a few images at a time). None for all of them.
+    `compiled_workspace_bytes`: of a role of a convolution on a CPU, the workspace in a compiled graph, where all images
+    are convolved at once and have their channels last. None if that was not looked at.
     """
 
     timing_key: str
@@ -55,6 +57,7 @@ class OpTiming:
     backward_workspace_bytes: int | None = None
     mixed_workspace_bytes: int | None = None
     piece_frac: float | None = None
+    compiled_workspace_bytes: int | None = None
     forward_seconds: float | None = None
 
     def __post_init__(self) -> None:
@@ -62,7 +65,7 @@ class OpTiming:
         check_format(self.format, DeviceError, "format")
         check_amount(self.seconds, "seconds", DeviceError, "seconds")
         sizes = ("private_saved_bytes", "workspace_bytes", "backward_workspace_bytes", "mixed_workspace_bytes")
-        for name in (*sizes, "forward_seconds"):
+        for name in (*sizes, "compiled_workspace_bytes", "forward_seconds"):
             check_amount(getattr(self, name), name, DeviceError, name)
         if self.piece_frac is not None and not 0.0 < self.piece_frac <= 1.0:
             raise DeviceError(f"piece_frac must be above 0 and at most 1, not {self.piece_frac}", at=("piece_frac",))
@@ -179,6 +182,12 @@ class Device:
         """(timing_key, role, format) → `piece_frac`, where there is one."""
         found = ((t, t.piece_frac) for t in self.timings)
         return {(t.timing_key, t.role, t.format): frac for t, frac in found if frac is not None}
+
+    @cached_property
+    def compiled_workspace_by_key(self) -> dict[tuple[str, str, str], int]:
+        """(timing_key, role, format) → `compiled_workspace_bytes`, where known."""
+        found = ((t, t.compiled_workspace_bytes) for t in self.timings)
+        return {(t.timing_key, t.role, t.format): size for t, size in found if size is not None}
 
     @cached_property
     def cast_by_pair(self) -> dict[tuple[str, str], CastTiming]:

@@ -25,7 +25,7 @@ from autoprec.execution.measuring import backward_workspace_bytes, workspace_byt
 from autoprec.formats import is_operands_only, is_scaled, result_format
 from autoprec.graphs import OpClass, Role
 from autoprec.numerics.contractions import weighted_product
-from autoprec.numerics.convolutions import ConvOptions, piece_fracs
+from autoprec.numerics.convolutions import ConvOptions, compiled_kernels, piece_fracs
 from autoprec.numerics.dtypes import dtype_of, has_dtype, native_formats
 from autoprec.numerics.gemm import matmul
 from autoprec.numerics.lean import lean
@@ -179,6 +179,7 @@ def _time_case(
             backward_workspace_bytes=found[fmt].backward_workspace if role is Role.OUTPUT else None,
             mixed_workspace_bytes=found[fmt].mixed.get(role),
             piece_frac=found[fmt].piece_frac.get(role),
+            compiled_workspace_bytes=found[fmt].compiled_workspace.get(role),
             forward_seconds=seconds.get((None, fmt)) if role is Role.OUTPUT else None,
         )
         for (role, fmt), taken in seconds.items()
@@ -197,7 +198,7 @@ class _Runs:
     """What to time for each role of an op in one format, the bytes that it keeps privately, and its workspace by role.
 
     Ops that are not products have one role, forward and backward together, and `backward_workspace`; `forward` is one
-    forward pass of those that may be made again. `mixed` and `piece_frac`: see `OpTiming`.
+    forward pass of those that may be made again. `mixed`, `piece_frac` and `compiled_workspace`: see `OpTiming`.
     """
 
     runs: dict[Role, Callable[[], object]]
@@ -206,6 +207,7 @@ class _Runs:
     backward_workspace: int = 0
     mixed: dict[Role, int] = field(default_factory=dict)
     piece_frac: dict[Role, float] = field(default_factory=dict)
+    compiled_workspace: dict[Role, int] = field(default_factory=dict)
     forward: Callable[[], object] | None = None
 
 
@@ -278,7 +280,15 @@ def _role_runs(case: TimingCase, fmt: str, on: Device) -> _Runs:
             fused = product_runs(leaves[0], leaves[1], case.op.gemm.how, fmt)
             roles |= {} if fused is None else {role: fused[role] for role in roles}
         pieces = _pieces(case, fmt, on, leaves, ends)
-        return _Runs(runs=roles, private_bytes=private, workspace=held, mixed=mixed, piece_frac=pieces)
+        compiled = _in_compiled_code(case, fmt, on, leaves, ends)
+        return _Runs(
+            runs=roles,
+            private_bytes=private,
+            workspace=held,
+            mixed=mixed,
+            piece_frac=pieces,
+            compiled_workspace=compiled,
+        )
     whole = backward(ends, leaves)
     runs: dict[Role, Callable[[], object]] = {Role.OUTPUT: lambda: (without_graph(), whole())}
     return _Runs(
@@ -322,6 +332,21 @@ def _pieces(
         return {}
     fracs = zip((Role.GRAD_INPUT, Role.GRAD_WEIGHT), piece_fracs(how, x, ends[0], weight, dtype), strict=True)
     return {role: frac for role, frac in fracs if frac < 1.0}
+
+
+def _in_compiled_code(
+    case: TimingCase, fmt: str, on: Device, leaves: Sequence[Tensor], ends: Sequence[Tensor]
+) -> dict[Role, int]:
+    """`OpTiming.compiled_workspace_bytes` by role."""
+    if case.op.gemm is None or not isinstance(how := case.op.gemm.how, ConvOptions) or on.type != "cpu":
+        return {}
+    (x, weight, *_), (y, *_) = leaves, ends
+    if fmt not in on.native or x.dim() != 4 or weight.dim() != 4 or not x.numel():
+        return {}
+    operands = (t.detach().to(dtype_of(fmt)) for t in (x, weight, y))
+    with torch.no_grad():
+        kernels = zip((Role.OUTPUT, Role.GRAD_INPUT, Role.GRAD_WEIGHT), compiled_kernels(how, *operands), strict=True)
+        return {role: workspace_bytes(run, torch.device("cpu")) for role, run in kernels}
 
 
 def _mixed(case: TimingCase, device_type: str) -> dict[Role, int]:

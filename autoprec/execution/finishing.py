@@ -13,9 +13,9 @@ from functools import cache
 
 import torch
 from torch import Tensor, fx
-from torch._prims_common import make_channels_last_strides_for
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.graph import GraphLowering
+from torch._prims_common import make_channels_last_strides_for
 
 __all__ = ["Finishing"]
 

@@ -8,8 +8,9 @@ fraction, for at most a seventh more time (docs/measurements/pieces.md).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from autoprec.numerics.packing import Packed
 from autoprec.numerics.products import GemmSpec
 from autoprec.numerics.remaking import Kept
 
-__all__ = ["ConvOptions", "conv", "piece_fracs"]
+__all__ = ["ConvOptions", "compiled_kernels", "conv", "piece_fracs"]
 
 #: Elements of the larger of input and result that a thread of a CPU convolves at a time, by the bytes of one: kernels
 #: for BF16 copy less, and lose more by pieces (docs/measurements/pieces.md).
@@ -212,6 +213,24 @@ def piece_fracs(o: ConvOptions, x: Tensor, y: Tensor, weight: Tensor, dtype: tor
     counts = (max(1, _count(batch, dtype, y.shape, of)) for of in (x.shape, seen))
     of_input, of_weight = (-(-batch // count) / batch for count in counts)
     return of_input, of_weight
+
+
+def compiled_kernels(o: ConvOptions, x: Tensor, weight: Tensor, grad: Tensor) -> Iterator[Callable[[], object]]:
+    """What compiled code on a CPU runs of a 2-D convolution in the dtype of these: for its result, the gradient of its
+    input and that of its weight; with copies that it makes of the weight. All images at once, their channels last."""
+    x, grad = _with_channels_last(x), _with_channels_last(grad)
+    seen, own = _places_read(o, x, weight)
+    last = partial(torch.clone, weight, memory_format=torch.channels_last)
+    yield lambda: torch.convolution(x, last(), None, o.stride, o.padding, o.dilation, *o.last)
+    yield lambda: _adjoint(own, grad, _shape(seen), last())
+    yield lambda: _backward(own, grad, seen, last(), 1).float()
+
+
+def _with_channels_last(x: Tensor) -> Tensor:
+    """Also in what the strides say of images of one channel, which are so in any case."""
+    made = x.contiguous(memory_format=torch.channels_last)
+    n, c, h, w = made.shape
+    return made.as_strided((n, c, h, w), (h * w * c, 1, w * c, c))
 
 
 def _joined(some: Callable[[slice | None], Tensor], few: list[slice] | list[None]) -> Tensor:

@@ -82,7 +82,10 @@ class Products:
         return tuple(f for f in ("fp16", "bf16") if op.is_plain_product and f not in self._device.native)
 
     def _plain_extra(self, op: Op, role: Role) -> int:
-        """Workspace that torch's own product takes beside that of ours, both in FP32, as measured."""
+        """Workspace that torch's own product takes beside that of ours, both in FP32, as measured; they are the same
+        in compiled code."""
+        if self._graph.compiled and (op.timing_key, role, "fp32") in self._device.compiled_workspace_by_key:
+            return 0
         plain = self._device.workspace_by_key.get((op.timing_key, role, "fp32"), (0, 0))[0]
         mixed = mixed_workspace(op, role, self._graph, self._device)
         return 0 if mixed is None else plain - mixed

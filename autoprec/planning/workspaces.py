@@ -31,7 +31,10 @@ class Workspaces:
         count as what they are copies of are there beside it while they are made.
         """
         copied = self._beside.get(op.id, 0) * op.calls if role is Role.OUTPUT and format_name == "fp32" else 0
-        measured = self._device.workspace_by_key.get((op.timing_key, role, format_name))
+        key = (op.timing_key, role, format_name)
+        if self._graph.compiled and (compiled := self._device.compiled_workspace_by_key.get(key)) is not None:
+            return compiled + copied, 0
+        measured = self._device.workspace_by_key.get(key)
         if measured is not None and format_name == "fp32":  # torch's own product takes more: `Gemm.plain_extra`
             mixed = mixed_workspace(op, role, self._graph, self._device)
             return (measured[0] if mixed is None else mixed) + copied, measured[1]
