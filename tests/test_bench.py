@@ -98,6 +98,15 @@ def test_torchs_fp8_by_size_has_the_larger_error_at_the_higher_peak() -> None:
     assert not lowering.beaten_by_size(exact, runs)
 
 
+@missed_without_bf16("not measured")
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_the_planner_knows_what_a_compiled_step_peaks_at(name: str) -> None:
+    """Before there is code, of which the peak is told again."""
+    with one_thread():
+        found = calibrated() if name == "mlp" else calibrate(WORKLOADS[name])
+        assert not lowering.agreement(found, *lowering.for_compiled(found))
+
+
 @pytest.mark.parametrize("formats", ["fp32 bf16", "fp32 bf16 fp16"])
 def test_of_random_mixtures_no_predicted_peak_is_far_too_low(formats: str) -> None:
     with one_thread():

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoprec.execution.measuring import peak_bytes
 from autoprec.numerics import convolutions
-from autoprec.numerics.convolutions import conv
+from autoprec.numerics.convolutions import ConvOptions, compiled_kernels, conv
 from autoprec.numerics.packing import encode
 from autoprec.numerics.products import GemmSpec
 from autoprec.numerics.specs import conv_options
@@ -214,3 +214,30 @@ def test_a_compiler_sees_one_convolution() -> None:
         assert convolutions._few(x, x.dtype, x.shape) == [None]
     assert len(convolutions._few(torch.empty(64, 64, 64, 64, device="meta"), x.dtype, x.shape)) == 1
     assert len(convolutions._few(torch.empty(1, device="cpu").expand(64, 64, 64, 64), x.dtype, x.shape)) > 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "out", "kernel", "options"),
+    [
+        ((4, 3, 9, 8), 8, 3, {}),
+        ((4, 1, 9, 8), 8, 3, {"padding": (1, 1)}),
+        ((4, 8, 9, 8), 8, 1, {"stride": (2, 2)}),
+        ((4, 8, 9, 8), 8, 3, {"stride": (2, 2), "padding": (1, 1), "groups": 4}),
+        ((4, 8, 9, 8), 8, 3, {"dilation": (2, 1), "groups": 8}),
+    ],
+)
+def test_what_compiled_code_is_measured_by_is_the_convolution(
+    shape: tuple[int, ...], out: int, kernel: int, options: dict[str, Any]
+) -> None:
+    o = ConvOptions(**{"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1, **options})
+    x = torch.randn(shape, requires_grad=True)
+    w = torch.randn(out, shape[1] // o.groups, kernel, kernel, requires_grad=True)
+    y = torch.convolution(x, w, None, o.stride, o.padding, o.dilation, *o.last)
+    g = torch.randn_like(y)
+    of_input, of_weight = torch.autograd.grad(y, (x, w), g)
+    with torch.no_grad():
+        made = [run() for run in compiled_kernels(o, x, w, g)]
+    if kernel == 1:
+        of_input = of_input[..., ::2, ::2]  # the rest is zero, and made by what reads it
+    for own, theirs in zip(made, (y, of_input, of_weight), strict=True):
+        torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -63,6 +64,8 @@ def compiled() -> tuple[nn.Module, Tensor, dict[str, Tensor], int]:
     assert told == pytest.approx(peak, rel=0.02)
     return model, x, gradients, peak
 
+
+CAST = torch.ops.prims.convert_element_type.default
 
 IMAGE = 16 * 64 * 16 * 16 * 2  # of what the convolutions make, in BF16
 
@@ -141,3 +144,69 @@ def test_it_is_part_of_what_the_compilers_cache_knows() -> None:
     """Code of another version of it is not taken for this one's."""
     made: Any = finishing.Finishing()
     assert made.uuid() and made.uuid() == finishing.Finishing().uuid()
+
+
+def finished(build: Callable[[fx.Graph], object]) -> list[Any]:
+    """The targets of what is left of a graph."""
+    graph = fx.Graph()
+    graph.output((build(graph),))
+    module = fx.GraphModule({}, graph)
+    finishing.Finishing()(module.graph)
+    return [node.target for node in module.graph.nodes if node.op == "call_function"]
+
+
+def call(of: fx.Node, target: Any, *arguments: Any) -> fx.Node:
+    made = of.graph.call_function(target, (of, *arguments))
+    made.meta["val"] = target(of.meta["val"], *arguments)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("narrow", "wide", "back", "is_there"),
+    [
+        (torch.bfloat16, torch.float32, torch.bfloat16, True),
+        (torch.float16, torch.float32, torch.float16, True),
+        (torch.float8_e4m3fn, torch.float32, torch.float8_e4m3fn, True),
+        (torch.bfloat16, torch.float32, torch.float16, False),
+        (torch.bfloat16, torch.float16, torch.bfloat16, False),  # which has other exponents
+        (torch.float32, torch.bfloat16, torch.float32, False),
+    ],
+)
+def test_what_is_kept_narrow_is_not_made_of_its_own_copy(
+    narrow: torch.dtype, wide: torch.dtype, back: torch.dtype, is_there: bool
+) -> None:
+    def build(graph: fx.Graph) -> list[fx.Node]:
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.randn(8)
+        made = call(call(x, torch.ops.aten.relu.default), CAST, narrow)
+        copy = call(made, CAST, wide)
+        return [made, call(copy, torch.ops.aten.sin.default), call(copy, CAST, back)]
+
+    assert finished(build).count(CAST) == (2 if is_there else 3)
+
+
+def test_what_the_graph_is_given_is_not_given_back_in_the_place_of_a_copy() -> None:
+    def build(graph: fx.Graph) -> list[fx.Node]:
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.randn(8, dtype=torch.bfloat16)
+        return [call(call(x, CAST, torch.float32), CAST, torch.bfloat16)]
+
+    assert finished(build).count(CAST) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_images_of_one_channel_are_not_copied(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(64, 1, 28, 28, dtype=dtype), nn.Conv2d(1, 32, 3, padding=1, bias=False, dtype=dtype)
+
+    def measured() -> tuple[Tensor, int]:
+        torch._dynamo.reset()
+        with config.patch(post_grad_custom_post_pass=finishing.Finishing()), fresh_cache(), torch.no_grad():
+            run = torch.compile(lambda x: model(x).mean((2, 3)))
+            return run(x), peak_bytes(lambda: run(x), x.device)
+
+    found, peak = measured()
+    monkeypatch.setattr(finishing, "_say_channels_last", lambda _: None)
+    other, higher = measured()
+    assert peak <= higher - 0.9 * 64 * 32 * 28 * 28 * x.element_size()
+    assert (found - other).norm() <= 1e-2 * other.norm()

@@ -26,14 +26,14 @@ from autoprec.execution.partitioning import Partitioner
 from autoprec.plans import Plan
 from tests.test_lowering import plan_of, step
 
-FORMATS = {op: "bf16" for op in ("0:linear#0", "1:relu#0", "2:linear#0", "3:gelu#0", "4:linear#0", "5:relu#0")}
-KEPT = {"1:relu#0": "fp8_e4m3", "2:linear#0": "fp8_e4m3", "3:gelu#0": "fp8_e4m3", "5:relu#0": "fp8_e4m3"}
+FORMATS = {op: "bf16" for op in ("0:linear#0", "1:gelu#0", "2:linear#0", "3:gelu#0", "4:linear#0", "5:gelu#0")}
+KEPT = {"1:gelu#0": "fp8_e4m3", "2:linear#0": "fp8_e4m3", "3:gelu#0": "fp8_e4m3", "5:gelu#0": "fp8_e4m3"}
 
 
 def layers() -> nn.Module:
     """Four products with activations between them."""
     torch.manual_seed(0)
-    wide = [nn.ReLU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256), nn.ReLU()]
+    wide = [nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU()]
     return nn.Sequential(nn.Linear(16, 256), *wide, nn.Linear(256, 1))
 
 
@@ -53,7 +53,7 @@ def test_its_peak_is_lower_and_its_gradients_are_the_same(monkeypatch: pytest.Mo
     assert autoprec.session(model).lowering.compiled[0].peak_bytes == pytest.approx(peak, rel=0.02)
     monkeypatch.setattr(inductor, "lean_code", nullcontext)
     _, torchs_peak, torchs = compiled(plan, x)
-    assert peak < 0.96 * torchs_peak  # 0.82 where the CPU computes in BF16, 0.94 where it does not
+    assert peak < 0.96 * torchs_peak  # 0.87 where the CPU computes in BF16
     assert gradients.keys() == torchs.keys()
     for name, g in gradients.items():  # a reduction may add up in another order
         assert (g - torchs[name]).norm() <= 1e-5 * torchs[name].norm()

@@ -1,10 +1,12 @@
 """What torch's compiler is about to make code of, for a CPU, without what it would hold or copy for nothing.
 
-All of it is about convolutions, which take images and weights with their channels last on a CPU. torch's compiler keeps
-copies of the weights in that order from the forward pass to the backward pass, where the parameters are there anyway.
-It gives what several ops read, one of them the backward pass of a convolution, the order of memory that it has in eager
-mode, so that it is copied for each of them. And what is widened for such a one and for others, as plans have it, is
-widened once, for the first of them, and held until the last.
+Convolutions on a CPU take images and weights with their channels last. torch's compiler keeps copies of the weights in
+that order from the forward pass to the backward pass, where the parameters are there anyway. It gives what several ops
+read, one of them the backward pass of a convolution, the order of memory that it has in eager mode, so that it is
+copied for each of them; and images of one channel another order than the gradient, which is then copied twice.
+
+What is widened for such a backward pass and for others, as plans have it, is widened once, for the first of them, and
+held until the last; and what is kept narrow is kept beside itself, where it was widened to be kept.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.graph import GraphLowering
-from torch._prims_common import make_channels_last_strides_for
 
 __all__ = ["Finishing"]
 
@@ -56,7 +57,7 @@ def _give_back_as_given(output: fx.Node) -> None:
 
 
 def _is_there(cast: fx.Node) -> bool:
-    """Whether it gives back what was widened, which is kept beside it as like as not. Then its readers read that."""
+    """Whether it gives back what was widened, which is there: its readers read that now."""
     (wide,) = cast.all_input_nodes
     if wide.target is not _CAST:
         return False
@@ -98,19 +99,16 @@ def _say_channels_last(convolution: fx.Node) -> None:
     image = convolution.args[_IMAGE[convolution.target]]
     assert isinstance(image, fx.Node)
     value = image.meta["val"]
-    known = value.ndim == 4 and all(isinstance(n, int) for n in value.shape)
-    if (
-        not known
-        or value.shape[1] != 1
-        or not value.is_contiguous()
-        or not (_is_pointwise(image) or image.op == "placeholder")
-    ):
+    if value.ndim != 4 or not all(isinstance(n, int) for n in value.shape):
         return
-    strides = list(make_channels_last_strides_for(value.shape))
-    with convolution.graph.inserting_before(convolution):
-        seen = convolution.graph.call_function(torch.ops.aten.as_strided.default, (image, list(value.shape), strides))
-    seen.meta["val"] = value.as_strided(value.shape, strides)
-    convolution.update_arg(_IMAGE[convolution.target], seen)
+    n, channels, height, width = value.shape
+    is_whole = _is_pointwise(image) or image.op == "placeholder"  # and no part of something larger
+    if channels == 1 and is_whole and value.is_contiguous():
+        layout = [n, 1, height, width], [height * width, 1, width, 1]
+        with convolution.graph.inserting_before(convolution):
+            seen = convolution.graph.call_function(torch.ops.aten.as_strided.default, (image, *layout))
+        seen.meta["val"] = value.as_strided(*layout)
+        convolution.update_arg(_IMAGE[convolution.target], seen)
 
 
 def _make_channels_last(node: fx.Node) -> None:
