@@ -170,6 +170,7 @@ def call(of: fx.Node, target: Any, *arguments: Any) -> fx.Node:
         (torch.bfloat16, torch.float32, torch.float16, False),
         (torch.bfloat16, torch.float16, torch.bfloat16, False),  # which has other exponents
         (torch.float32, torch.bfloat16, torch.float32, False),
+        (torch.float8_e8m0fnu, torch.float16, torch.float8_e8m0fnu, False),
     ],
 )
 def test_what_is_kept_narrow_is_not_made_of_its_own_copy(

@@ -81,13 +81,12 @@ def _holds_both(first: BaseSchedulerNode, second: BaseSchedulerNode) -> bool:
 def _is_made_too_early(scheduler: Scheduler, first: BaseSchedulerNode, second: BaseSchedulerNode) -> bool:
     """Whether the second would make, before what runs in between, more than then need not be stored any more: results
     of the first that nobody else reads."""
+    if _follows(first, second):
+        return False
     inner = {n.get_name() for n in (*first.get_nodes(), *second.get_nodes())}
     users = {d: {u.node.get_name() for u in scheduler.name_to_buf[d.name].users} for d in first.read_writes.writes}
     spared = _bytes(d for d, names in users.items() if names <= inner)
-    made = _bytes(second.read_writes.writes)
-    if _follows(first, second):  # what the first could let go of is there beside it
-        made = min(made, _bytes(first.read_writes.reads, but={d.name for d in second.read_writes.reads}))
-    return made > spared + _FEW_BYTES
+    return _bytes(second.read_writes.writes) > spared + _FEW_BYTES
 
 
 def _bytes(accesses: Iterable[Dep], but: Container[str] = ()) -> int:
