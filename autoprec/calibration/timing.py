@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from autoprec.calibration.clocks import rounds, seconds_of
+from autoprec.calibration.convolving import compiled_workspace, pieces
 from autoprec.calibration.fusing import packs, product_runs, unpacks
 from autoprec.calibration.structure import TensorMeta, TimingCase, tensors_of
 from autoprec.devices import CastTiming, Device, NoKernel, OpTiming
@@ -25,7 +26,7 @@ from autoprec.execution.measuring import backward_workspace_bytes, workspace_byt
 from autoprec.formats import is_operands_only, is_scaled, result_format
 from autoprec.graphs import OpClass, Role
 from autoprec.numerics.contractions import weighted_product
-from autoprec.numerics.convolutions import ConvOptions, compiled_kernels, piece_fracs
+from autoprec.numerics.convolutions import ConvOptions
 from autoprec.numerics.dtypes import dtype_of, has_dtype, native_formats
 from autoprec.numerics.gemm import matmul
 from autoprec.numerics.lean import lean
@@ -279,16 +280,11 @@ def _role_runs(case: TimingCase, fmt: str, on: Device) -> _Runs:
         if case.op.gemm is not None and on.fused_casts and is_scaled(fmt) and fmt in on.native:
             fused = product_runs(leaves[0], leaves[1], case.op.gemm.how, fmt)
             roles |= {} if fused is None else {role: fused[role] for role in roles}
-        pieces = _pieces(case, fmt, on, leaves, ends)
-        compiled = _in_compiled_code(case, fmt, on, leaves, ends)
-        return _Runs(
-            runs=roles,
-            private_bytes=private,
-            workspace=held,
-            mixed=mixed,
-            piece_frac=pieces,
-            compiled_workspace=compiled,
-        )
+        found = _Runs(runs=roles, private_bytes=private, workspace=held, mixed=mixed)
+        if case.op.gemm is None or not isinstance(case.op.gemm.how, ConvOptions) or on.type != "cpu":
+            return found
+        given_to = (case.op.gemm.how, fmt, on, leaves[0], leaves[1], ends[0])
+        return replace(found, piece_frac=pieces(*given_to), compiled_workspace=compiled_workspace(*given_to))
     whole = backward(ends, leaves)
     runs: dict[Role, Callable[[], object]] = {Role.OUTPUT: lambda: (without_graph(), whole())}
     return _Runs(
@@ -319,34 +315,6 @@ def _differentiated(case: TimingCase, result: Any) -> list[Tensor]:
     are parts, but for the last cells."""
     found = [result[0]] if case.op.op_class is OpClass.RECURRENT else tensors_of(result)
     return [y for y in found if y.requires_grad]
-
-
-def _pieces(
-    case: TimingCase, fmt: str, on: Device, leaves: Sequence[Tensor], ends: Sequence[Tensor]
-) -> dict[Role, float]:
-    """`OpTiming.piece_frac` by role. What has a scale is copied whole: all images have the same."""
-    if case.op.gemm is None or not isinstance(how := case.op.gemm.how, ConvOptions) or on.type != "cpu":
-        return {}
-    (x, weight, *_), dtype = leaves, dtype_of(fmt) if fmt in on.native else torch.float32
-    if is_scaled(fmt) or x.dim() != weight.dim():
-        return {}
-    fracs = zip((Role.GRAD_INPUT, Role.GRAD_WEIGHT), piece_fracs(how, x, ends[0], weight, dtype), strict=True)
-    return {role: frac for role, frac in fracs if frac < 1.0}
-
-
-def _in_compiled_code(
-    case: TimingCase, fmt: str, on: Device, leaves: Sequence[Tensor], ends: Sequence[Tensor]
-) -> dict[Role, int]:
-    """`OpTiming.compiled_workspace_bytes` by role."""
-    if case.op.gemm is None or not isinstance(how := case.op.gemm.how, ConvOptions) or on.type != "cpu":
-        return {}
-    (x, weight, *_), (y, *_) = leaves, ends
-    if fmt not in on.native or x.dim() != 4 or weight.dim() != 4 or not x.numel():
-        return {}
-    operands = (t.detach().to(dtype_of(fmt)) for t in (x, weight, y))
-    with torch.no_grad():
-        kernels = zip((Role.OUTPUT, Role.GRAD_INPUT, Role.GRAD_WEIGHT), compiled_kernels(how, *operands), strict=True)
-        return {role: workspace_bytes(run, torch.device("cpu")) for role, run in kernels}
 
 
 def _mixed(case: TimingCase, device_type: str) -> dict[Role, int]:

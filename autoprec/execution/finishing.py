@@ -11,8 +11,6 @@ held until the last; and what is kept narrow is kept beside itself, where it was
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -42,7 +40,6 @@ class Finishing(CustomGraphPass):
                 elif node.target in _IMAGE:
                     _say_channels_last(node)
 
-    @cache  # noqa: B019 - of all that there are
     def uuid(self) -> bytes:
         """By which torch knows what it has compiled with this."""
         return get_hash_for_files((__file__,))
