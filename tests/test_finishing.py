@@ -140,10 +140,13 @@ def test_a_pass_that_the_user_has_chosen_stays() -> None:
     assert all(torch.equal(g, others[name]) for name, g in gradients.items())
 
 
-def test_it_is_part_of_what_the_compilers_cache_knows() -> None:
-    """Code of another version of it is not taken for this one's."""
-    made: Any = finishing.Finishing()
-    assert made.uuid() and made.uuid() == finishing.Finishing().uuid()
+def test_code_is_taken_from_the_cache_for_this_version_and_for_the_vectors_that_it_was_written_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = finishing.Finishing().uuid()
+    assert made == finishing.Finishing().uuid()
+    monkeypatch.setattr(finishing, "pick_vec_isa", lambda: "narrower")
+    assert made != finishing.Finishing().uuid()
 
 
 def finished(build: Callable[[fx.Graph], object]) -> list[Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, fx
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.graph import GraphLowering
 
@@ -40,9 +41,10 @@ class Finishing(CustomGraphPass):
                 elif node.target in _IMAGE:
                     _say_channels_last(node)
 
-    def uuid(self) -> bytes:
-        """By which torch knows what it has compiled with this."""
-        return get_hash_for_files((__file__,))
+    def uuid(self) -> tuple[bytes, str]:
+        """By which torch knows what it has compiled with this. Its own name for code does not say for which vectors it
+        was written, and of others that code computes wrong numbers: a cache may be shared by unequal machines."""
+        return get_hash_for_files((__file__,)), str(pick_vec_isa())
 
 
 def _give_back_as_given(output: fx.Node) -> None:
